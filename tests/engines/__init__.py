@@ -1,0 +1,1 @@
+"""Tests against real inference engines running on this machine."""

@@ -1,0 +1,78 @@
+"""Move a trainer's weights into live inference engines: fast, safe and honest.
+
+Example:
+    >>> from weight_update import SGLangWeightSyncScheme
+    >>> sender = SGLangWeightSyncScheme("http://127.0.0.1:30000").create_sender()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weight_update.errors import (
+        ConfigurationError,
+        EngineRejected,
+        EngineUnreachable,
+        UpdateTimeout,
+        WeightMismatchError,
+        WeightUpdateError,
+    )
+    from weight_update.report import EngineOutcome, EngineState, UpdateReport
+    from weight_update.schemes.scheme import SGLangWeightSyncScheme
+    from weight_update.schemes.sender import SGLangWeightSender
+    from weight_update.schemes.transport import SGLangCollectiveTransport
+    from weight_update.weights.extract import get_model_metadata
+    from weight_update.weights.extract import get_model_metadata as get_sglang_model_metadata
+
+__version__ = "0.1.0"
+
+# Names are imported on first use: torchrl takes seconds to import, and the reference engine
+# and the command line do without it.
+_HOMES = {
+    "ConfigurationError": "errors",
+    "EngineRejected": "errors",
+    "EngineUnreachable": "errors",
+    "UpdateTimeout": "errors",
+    "WeightMismatchError": "errors",
+    "WeightUpdateError": "errors",
+    "EngineOutcome": "report",
+    "EngineState": "report",
+    "UpdateReport": "report",
+    "SGLangWeightSyncScheme": "schemes.scheme",
+    "SGLangWeightSender": "schemes.sender",
+    "SGLangCollectiveTransport": "schemes.transport",
+    "get_model_metadata": "weights.extract",
+    "get_sglang_model_metadata": "weights.extract",
+}
+
+__all__ = [
+    "ConfigurationError",
+    "EngineOutcome",
+    "EngineRejected",
+    "EngineState",
+    "EngineUnreachable",
+    "SGLangCollectiveTransport",
+    "SGLangWeightSender",
+    "SGLangWeightSyncScheme",
+    "UpdateReport",
+    "UpdateTimeout",
+    "WeightMismatchError",
+    "WeightUpdateError",
+    "get_model_metadata",
+    "get_sglang_model_metadata",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    attribute = "get_model_metadata" if name == "get_sglang_model_metadata" else name
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

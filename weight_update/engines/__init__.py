@@ -1,0 +1,1 @@
+"""What engines are told: one small client an engine, one method an endpoint."""

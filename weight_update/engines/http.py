@@ -1,0 +1,159 @@
+"""HTTP to one engine: keys, TLS, proxies, deadlines, and answers turned into typed errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import requests
+from requests.adapters import HTTPAdapter
+
+from weight_update.errors import EngineRejected, EngineUnreachable, Phase, UpdateTimeout
+from weight_update.options import HttpOptions
+from weight_update.waiting import Deadline
+
+_CONNECT_SECONDS = 5.0
+# uvicorn closes a connection that was idle for 5 s; a request sent at that very moment fails
+# with its outcome unknown, so a connection idle for longer than this is not used again.
+_IDLE_SECONDS = 3.0
+# An answer that comes while a failed update is being given up still tells what the engine
+# holds, so a request outlives its deadline by this much; its caller does not wait for it.
+_LATE_SECONDS = 1.0
+_QUOTED_CHARACTERS = 500
+
+
+class EngineHttp:
+    """Calls routes of one engine.
+
+    Redirects are not followed: they would carry the keys to another host.
+
+    Args:
+        url: Base URL of the engine.
+        options: Keys, TLS and proxies.
+    """
+
+    def __init__(self, url: str, options: HttpOptions) -> None:
+        self.url = url
+        self._options = options
+        self._idle_check = threading.Lock()
+        self._last_used = time.monotonic()
+        self._session = requests.Session()
+        self._session.trust_env = options.use_proxies
+        self._session.verify = options.ca_file or options.tls_verify
+        self._session.mount("http://", HTTPAdapter(pool_maxsize=4))
+        self._session.mount("https://", HTTPAdapter(pool_maxsize=4))
+
+    def call(
+        self,
+        method: str,
+        route: str,
+        *,
+        phase: Phase,
+        deadline: Deadline,
+        body: dict[str, Any] | None = None,
+        control: bool = True,
+    ) -> requests.Response:
+        """Sends one request and returns whatever answer came.
+
+        Args:
+            method: HTTP method.
+            route: Path, starting with a slash.
+            phase: The step of the update, for errors.
+            deadline: Bound of the whole call.
+            body: JSON body, if any.
+            control: Whether the route needs the admin key.
+
+        Raises:
+            EngineUnreachable: No connection, or it broke.
+            UpdateTimeout: No answer before the deadline.
+        """
+        if deadline.expired():
+            raise UpdateTimeout(f"no time left for {route}", engine=self.url, phase=phase)
+        self._drop_idle_connections()
+        try:
+            return self._session.request(
+                method,
+                f"{self.url}{route}",
+                json=body,
+                headers=self._headers(control),
+                timeout=_limits(deadline),
+                allow_redirects=False,
+            )
+        except requests.ReadTimeout as error:
+            raise UpdateTimeout(
+                f"no answer to {method} {route} within {deadline.seconds:.1f} s",
+                engine=self.url,
+                phase=phase,
+            ) from error
+        except requests.RequestException as error:
+            raise EngineUnreachable(
+                f"{method} {route} got no answer: {_cause(error)}",
+                engine=self.url,
+                phase=phase,
+                remedy="check that the server runs and that its address is right",
+            ) from error
+
+    def rejection(self, response: requests.Response, *, phase: Phase) -> EngineRejected:
+        """The error that an answer means, with a bounded part of the engine's own words."""
+        response.request.headers.pop("Authorization", None)
+        return EngineRejected(
+            f"{response.request.path_url} answered {response.status_code}: {words_of(response)}",
+            engine=self.url,
+            phase=phase,
+            remedy=_remedy(response.status_code),
+            response=response,
+        )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._session.close()
+
+    def _headers(self, control: bool) -> dict[str, str]:
+        key = self._options.key_for(control=control)
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _drop_idle_connections(self) -> None:
+        with self._idle_check:
+            idle, self._last_used = time.monotonic() - self._last_used, time.monotonic()
+            if idle > _IDLE_SECONDS:
+                self._session.close()
+
+
+def _limits(deadline: Deadline) -> tuple[float, float]:
+    remaining = deadline.remaining()
+    return min(_CONNECT_SECONDS, remaining) + 0.001, remaining + _LATE_SECONDS
+
+
+def json_of(response: requests.Response) -> Any:
+    """The JSON body of an answer; None when it is something else."""
+    try:
+        return response.json()
+    except ValueError:
+        return None
+
+
+def words_of(response: requests.Response) -> str:
+    """The engine's own words: the message of its envelope, else the start of the body."""
+    body = json_of(response)
+    if isinstance(body, dict):
+        nested = body.get("error")
+        inner = nested if isinstance(nested, dict) else body
+        message = inner.get("message") or inner.get("error") or inner.get("detail")
+        if isinstance(message, str) and message:
+            return message[:_QUOTED_CHARACTERS]
+    return " ".join(response.text.split())[:_QUOTED_CHARACTERS] or "(empty body)"
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, without the pool objects that urllib3 wraps around it."""
+    reason = getattr(error.args[0], "reason", None) if error.args else None
+    return str(reason or error).rpartition(">: ")[2][:_QUOTED_CHARACTERS]
+
+
+def _remedy(status: int) -> str:
+    if status in (401, 403):
+        return "pass admin_api_key= (control routes) or api_key=, or set WEIGHT_UPDATE_API_KEY"
+    if 300 <= status < 400:
+        return "redirects are not followed: name the server's final URL"
+    return ""

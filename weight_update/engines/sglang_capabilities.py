@@ -1,0 +1,180 @@
+"""What an SGLang release can do and how a server is laid out, told from its routes and answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weight_update.errors import ConfigurationError
+
+PROBED_ROUTES = (
+    "/pause_generation",
+    "/init_weights_update_group",
+    "/begin_weight_update",
+    "/model_info",
+    "/v1/loads",
+    "/get_load",
+)
+_OLDEST = (0, 5, 6)
+_SESSIONS_SINCE = (0, 5, 21)
+
+
+@dataclass(frozen=True)
+class SGLangCapabilities:
+    """What the procedure needs to know of a release.
+
+    Attributes:
+        release: As the server names it; empty when it does not.
+        sessions: Updates run between begin and end (0.5.21 and later).
+        loads_route: Where running requests are counted, if anywhere.
+        live_loads: The count still moves while the engine is paused by ``retract``.
+        flush_under_retract: The cache can be flushed while requests wait to be resumed.
+        brackets_ipv6: The server glues ``tcp://`` and the address together as they are.
+    """
+
+    release: str
+    sessions: bool
+    loads_route: str | None
+    live_loads: bool
+    flush_under_retract: bool
+    brackets_ipv6: bool
+
+
+@dataclass(frozen=True)
+class SGLangLayout:
+    """How a server spreads its model.
+
+    Attributes:
+        ranks: Ranks that join the weight-update group, or None when the server does not say.
+        disaggregated: Prefill and decode run in different servers.
+    """
+
+    ranks: int | None
+    disaggregated: bool
+
+
+def release_number(release: str) -> tuple[int, ...] | None:
+    """The leading numbers of a release, or None when there are none.
+
+    Example:
+        >>> release_number("0.5.15.post1")
+        (0, 5, 15)
+    """
+    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", release)
+    return tuple(int(part or 0) for part in found.groups()) if found else None
+
+
+def read_capabilities(
+    release: str, routes: Mapping[str, bool | None], *, url: str
+) -> SGLangCapabilities:
+    """Capabilities from the routes a server has; the release decides only where routes cannot.
+
+    Args:
+        release: The server's own release text; may be empty.
+        routes: For each of ``PROBED_ROUTES`` whether it is there, or None when that is unknown.
+        url: For errors.
+
+    Raises:
+        ConfigurationError: The release has no pause modes (older than 0.5.6).
+
+    Example:
+        >>> routes = dict.fromkeys(PROBED_ROUTES, True) | {"/get_load": False}
+        >>> read_capabilities("0.5.23", routes, url="http://a:1").flush_under_retract
+        True
+    """
+    number = release_number(release)
+    _refuse_old(release, number, routes, url)
+    sessions = routes["/begin_weight_update"]
+    if sessions is None:
+        sessions = number is not None and number >= _SESSIONS_SINCE
+    return SGLangCapabilities(
+        release=release,
+        sessions=sessions,
+        loads_route=next((r for r in ("/get_load", "/v1/loads") if routes[r] is not False), None),
+        live_loads=not sessions,
+        flush_under_retract=sessions or (number is not None and number < (0, 5, 10)),
+        brackets_ipv6=number is not None and number < (0, 5, 10),
+    )
+
+
+def read_layout(info: Mapping[str, Any], *, url: str) -> SGLangLayout:
+    """The layout in a ``/server_info`` answer.
+
+    Raises:
+        ConfigurationError: The layout cannot take online updates: pipeline stages share
+            their ranks, and data-parallel replicas never join.
+
+    Example:
+        >>> read_layout({"tp_size": 2, "pp_size": 1, "dp_size": 1}, url="http://a:1").ranks
+        2
+    """
+    pipeline, replicas = _size(info, "pp_size") or 1, _size(info, "dp_size") or 1
+    if pipeline > 1:
+        raise ConfigurationError(
+            f"the server runs {pipeline} pipeline stages, which share their ranks in the group",
+            engine=url,
+            phase="connect",
+            remedy="start it with tensor parallelism only",
+        )
+    if replicas > 1 and not info.get("enable_dp_attention"):
+        raise ConfigurationError(
+            f"the server runs {replicas} data-parallel replicas, which cannot join the group",
+            engine=url,
+            phase="connect",
+            remedy="start one server a replica and name the URL of each",
+        )
+    mode = info.get("disaggregation_mode")
+    return SGLangLayout(_size(info, "tp_size"), disaggregated=mode in ("prefill", "decode"))
+
+
+def _size(info: Mapping[str, Any], key: str) -> int | None:
+    value = info.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _refuse_old(
+    release: str,
+    number: tuple[int, ...] | None,
+    routes: Mapping[str, bool | None],
+    url: str,
+) -> None:
+    if number is not None:
+        too_old = number < _OLDEST
+    else:
+        too_old = routes["/model_info"] is False
+    if too_old or routes["/pause_generation"] is False:
+        raise ConfigurationError(
+            f"SGLang {release or '(release unknown)'} has no pause modes",
+            engine=url,
+            phase="connect",
+            remedy="SGLang 0.5.6 or later is needed",
+        )
+
+
+def running_requests(loads: Any) -> int | None:
+    """Running requests of all ranks in a loads answer, in either of its two forms.
+
+    Example:
+        >>> running_requests([{"num_reqs": 5, "num_waiting_reqs": 2}])
+        3
+        >>> running_requests({"loads": [{"num_running_reqs": 1}, {"num_running_reqs": 4}]})
+        5
+        >>> running_requests({"message": "busy"}) is None
+        True
+    """
+    rows = loads.get("loads") if isinstance(loads, dict) else loads
+    if not isinstance(rows, list):
+        return None
+    counts = [_running(row) for row in rows]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def _running(row: Any) -> int | None:
+    if not isinstance(row, dict):
+        return None
+    if isinstance(row.get("num_running_reqs"), int):
+        return int(row["num_running_reqs"])
+    total, waiting = row.get("num_reqs"), row.get("num_waiting_reqs", 0)
+    return max(0, total - waiting) if isinstance(total, int) and isinstance(waiting, int) else None

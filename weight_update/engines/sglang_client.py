@@ -1,0 +1,183 @@
+"""The SGLang client: one method an endpoint, each a yes or a typed error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import requests
+
+from weight_update.engines.http import EngineHttp, json_of
+from weight_update.errors import Applied, EngineRejected, Phase
+from weight_update.options import HttpOptions
+from weight_update.waiting import Deadline
+from weight_update.weights.buckets import Bucket
+
+
+class SGLangClient:
+    """Calls the weight-update routes of one SGLang server.
+
+    Args:
+        url: Base URL.
+        options: Keys, TLS and proxies.
+    """
+
+    def __init__(self, url: str, options: HttpOptions) -> None:
+        self.url = url
+        self._http = EngineHttp(url, options)
+
+    def has(self, route: str, deadline: Deadline) -> bool | None:
+        """Whether a route exists, without running it; None when the answer does not tell."""
+        response = self._http.call("OPTIONS", route, phase="connect", deadline=deadline)
+        if response.status_code == 404:
+            return False
+        return True if response.status_code in (200, 204, 401, 403, 405) else None
+
+    def server_info(self, deadline: Deadline) -> dict[str, Any]:
+        """Release and layout; empty when the server has no such route.
+
+        The answer holds the server's own keys: it is read here and passed to nobody.
+        """
+        response = self._get("/server_info", "/get_server_info", "connect", deadline)
+        body = json_of(response)
+        if response.status_code == 404:
+            return {}
+        if response.status_code != 200 or not isinstance(body, dict):
+            raise self._http.rejection(response, phase="connect")
+        return body
+
+    def label(self, deadline: Deadline) -> str | None:
+        """The version label that the server shows now; None when it shows none."""
+        response = self._get("/model_info", "/get_model_info", "plan", deadline)
+        body = json_of(response)
+        if response.status_code == 404:
+            return None
+        if response.status_code != 200 or not isinstance(body, dict):
+            raise self._http.rejection(response, phase="plan")
+        label = body.get("weight_version")
+        return None if label is None else str(label)
+
+    def loads(self, route: str, deadline: Deadline) -> Any:
+        """The JSON of ``/v1/loads`` or ``/get_load``; None when it is something else."""
+        response = self._http.call("GET", route, phase="drain", deadline=deadline, control=False)
+        return json_of(response) if response.status_code == 200 else None
+
+    def init_group(self, body: dict[str, Any], deadline: Deadline) -> None:
+        """Joins a weight-update group; answers when all ranks of the server have."""
+        self._post("/init_weights_update_group", "connect", deadline, body, flag=True)
+
+    def destroy_group(self, group_name: str, deadline: Deadline) -> None:
+        """Drops a group; one that the server does not know is no error."""
+        self._call(
+            "/destroy_weights_update_group", "connect", deadline, {"group_name": group_name}
+        )
+
+    def pause(self, mode: str, deadline: Deadline) -> None:
+        """Pauses generation."""
+        self._post("/pause_generation", "pause", deadline, {"mode": mode})
+
+    def resume(self, deadline: Deadline) -> None:
+        """Continues generation; harmless when it was not paused."""
+        self._post("/continue_generation", "continue", deadline, {"torch_empty_cache": True})
+
+    def begin(self, deadline: Deadline) -> None:
+        """Opens the session that update requests need from 0.5.21 on."""
+        self._post("/begin_weight_update", "begin", deadline, {}, flag=True)
+
+    def end(self, deadline: Deadline) -> None:
+        """Closes the session; the server post-processes the weights."""
+        self._post("/end_weight_update", "end", deadline, {}, flag=True)
+
+    def update(self, body: dict[str, Any], deadline: Deadline) -> None:
+        """Announces a bucket; answers when it was received and loaded.
+
+        Raises:
+            EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
+        """
+        try:
+            self._post("/update_weights_from_distributed", "transfer", deadline, body, flag=True)
+        except EngineRejected as error:
+            error.applied = _applied(error)
+            raise
+
+    def flush(self, deadline: Deadline) -> requests.Response:
+        """Flushes the prefix cache; 200 is a yes and anything else a no, whatever the text.
+
+        No ``timeout`` is passed on: with one, the server waits for an empty queue, which a
+        retracted batch never leaves.
+        """
+        return self._call("/flush_cache", "flush", deadline, {})
+
+    def stamp(self, label: str, deadline: Deadline) -> None:
+        """Writes the version label; left to its default, the server would abort all requests."""
+        body = {"new_version": label, "abort_all_requests": False}
+        self._post("/update_weight_version", "stamp", deadline, body, flag=True)
+
+    def rejection(self, response: requests.Response, phase: Phase) -> EngineRejected:
+        """The error that an answer means."""
+        return self._http.rejection(response, phase=phase)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def _get(self, route: str, older: str, phase: Phase, deadline: Deadline) -> requests.Response:
+        response = self._http.call("GET", route, phase=phase, deadline=deadline, control=False)
+        if response.status_code == 404:
+            return self._http.call("GET", older, phase=phase, deadline=deadline, control=False)
+        return response
+
+    def _call(
+        self, route: str, phase: Phase, deadline: Deadline, body: dict[str, Any]
+    ) -> requests.Response:
+        return self._http.call("POST", route, phase=phase, deadline=deadline, body=body)
+
+    def _post(
+        self,
+        route: str,
+        phase: Phase,
+        deadline: Deadline,
+        body: dict[str, Any],
+        *,
+        flag: bool = False,
+    ) -> None:
+        """Posts and raises unless the answer is a yes; with ``flag`` it must say so itself."""
+        response = self._call(route, phase, deadline, body)
+        answer = json_of(response)
+        success = answer.get("success", not flag) if isinstance(answer, dict) else False
+        if response.status_code != 200 or success is not True:
+            raise self._http.rejection(response, phase=phase)
+
+
+def update_request(
+    bucket: Bucket, *, group_name: str, flat: bool, flush: bool
+) -> dict[str, Any]:
+    """The body of an update request.
+
+    Requests in flight are never aborted, and no version is written: the label moves once,
+    after every engine has everything.
+
+    Example:
+        >>> update_request(Bucket(()), group_name="g", flat=True, flush=False)["load_format"]
+        'flattened_bucket'
+    """
+    body: dict[str, Any] = {
+        "names": [spec.name for spec in bucket.specs],
+        "dtypes": [spec.dtype_name for spec in bucket.specs],
+        "shapes": [list(spec.shape) for spec in bucket.specs],
+        "group_name": group_name,
+        "flush_cache": flush,
+        "abort_all_requests": False,
+    }
+    return {**body, "load_format": "flattened_bucket"} if flat else body
+
+
+def _applied(error: EngineRejected) -> Applied:
+    """How much a refused update request had loaded, from the server's own words."""
+    if "Weights were updated" in error.message:
+        return "all"
+    if "partially updated" in error.message:
+        return "partly"
+    if error.response is not None and error.response.status_code == 200:
+        body = json_of(error.response)
+        return "nothing" if isinstance(body, dict) and body.get("success") is False else "unknown"
+    return "nothing"

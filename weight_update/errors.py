@@ -1,0 +1,112 @@
+"""The error tree: what failed, on which engine, in which phase, and what to do next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import requests
+
+if TYPE_CHECKING:
+    from weight_update.report import UpdateReport
+
+Applied = Literal["nothing", "partly", "all", "unknown"]
+Phase = Literal[
+    "configure",
+    "connect",
+    "plan",
+    "pause",
+    "drain",
+    "begin",
+    "transfer",
+    "end",
+    "flush",
+    "stamp",
+    "count",
+    "continue",
+]
+
+
+class WeightUpdateError(RuntimeError):
+    """Base of every error this library raises.
+
+    Args:
+        message: What happened, in one sentence, with the engine's own words.
+        engine: URL of the engine that caused it, or None when no single engine did.
+        phase: The step of the update that was running.
+        remedy: What the reader can do about it.
+
+    Attributes:
+        report: The :class:`~weight_update.UpdateReport` of the failed update, which says in
+            which state each engine was left; None when no update had started.
+
+    Example:
+        >>> error = WeightUpdateError("the server said no", engine="http://a:1", phase="pause")
+        >>> print(error)
+        pause: http://a:1: the server said no
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        engine: str | None = None,
+        phase: Phase = "configure",
+        remedy: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.engine = engine
+        self.phase: Phase = phase
+        self.remedy = remedy
+        self.report: UpdateReport | None = None
+
+    def __str__(self) -> str:
+        place = [] if self.phase == "configure" else [self.phase]
+        place += [self.engine] if self.engine else []
+        text = ": ".join([*place, self.message])
+        if self.remedy:
+            text += f" [{self.remedy}]"
+        if self.report is not None:
+            text += "".join(f"\n  {line}" for line in self.report.engine_lines())
+        return text
+
+
+class ConfigurationError(WeightUpdateError, ValueError):
+    """An argument, an environment variable or a deployment that cannot work as given."""
+
+
+class WeightMismatchError(WeightUpdateError, ValueError):
+    """The weights differ from what was announced: names, dtypes, shapes or values."""
+
+
+class EngineRejected(WeightUpdateError, requests.HTTPError):
+    """An engine answered, and the answer was no.
+
+    Attributes:
+        response: The answer (without the request's credentials), when there was one.
+        applied: How much of a refused update request the engine had applied by then.
+    """
+
+    response: requests.Response | None
+    applied: Applied = "nothing"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        engine: str | None = None,
+        phase: Phase = "configure",
+        remedy: str = "",
+        response: requests.Response | None = None,
+    ) -> None:
+        WeightUpdateError.__init__(self, message, engine=engine, phase=phase, remedy=remedy)
+        self.response = response
+        self.request = None
+
+
+class EngineUnreachable(WeightUpdateError, ConnectionError):
+    """No answer came: the connection was refused, reset or closed."""
+
+
+class UpdateTimeout(WeightUpdateError, TimeoutError):
+    """The deadline passed in the named phase."""

@@ -1,0 +1,276 @@
+"""Frozen options, read once from arguments and environment, and the checks that they pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
+
+import torch
+
+from weight_update.errors import ConfigurationError
+
+PauseMode = Literal["abort", "retract", "in_place"]
+Strategy = Literal["tensordict", "state_dict"]
+Backend = Literal["auto", "nccl", "gloo"]
+OnFailure = Literal["hold", "resume"]
+LoadFormat = Literal["auto", "flattened_bucket", "tensors"]
+DeviceLike = int | str | torch.device | None
+
+PAUSE_MODE_VARIABLE = "TORCHRL_SGLANG_PAUSE_GENERATION_MODE"
+FLUSH_VARIABLE = "TORCHRL_SGLANG_WEIGHT_SYNC_FLUSH_CACHE"
+API_KEY_VARIABLE = "WEIGHT_UPDATE_API_KEY"
+ADMIN_API_KEY_VARIABLE = "WEIGHT_UPDATE_ADMIN_API_KEY"
+MASTER_ADDRESS_VARIABLE = "WEIGHT_UPDATE_MASTER_ADDRESS"
+BUCKET_BYTES_VARIABLE = "WEIGHT_UPDATE_BUCKET_BYTES"
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """How to talk to the engines.
+
+    Attributes:
+        api_key: Bearer key of the ordinary routes.
+        admin_api_key: Bearer key of the control routes; ``api_key`` when not given.
+        tls_verify: Whether certificates are checked.
+        ca_file: A certificate authority file to check them against.
+        use_proxies: Whether HTTP proxies of the environment apply. Off by default: control
+            calls go to loopback and cluster addresses, which a proxy cannot reach.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+    tls_verify: bool = True
+    ca_file: str | None = None
+    use_proxies: bool = False
+
+    def key_for(self, *, control: bool) -> str | None:
+        """The bearer key for a control route or an ordinary one."""
+        ordered = (self.admin_api_key, self.api_key) if control else (self.api_key,)
+        return next((key for key in ordered if key), None) or self.admin_api_key
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """Everything that shapes an update; see :class:`~weight_update.SGLangWeightSyncScheme`."""
+
+    master_address: str | None = None
+    master_port: int | None = None
+    num_gpus: int | None = None
+    device: DeviceLike = None
+    flush_cache_on_update: bool | None = None
+    pause_mode: PauseMode | None = None
+    backend: Backend = "auto"
+    bucket_bytes: int | None = None
+    load_format: LoadFormat = "auto"
+    timeout: float = 300.0
+    on_failure: OnFailure = "hold"
+    dtype: torch.dtype | None = None
+    http: HttpOptions = field(default_factory=HttpOptions)
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, Backend)
+        check_choice("on_failure", self.on_failure, OnFailure)
+        check_choice("load_format", self.load_format, LoadFormat)
+        check_positive("timeout", self.timeout, number=float)
+        check_positive("num_gpus", self.num_gpus)
+        check_positive("bucket_bytes", self.bucket_bytes)
+        check_port(self.master_port)
+        check_dtype(self.dtype)
+        parse_device(self.device)
+        if self.backend == "nccl" and not torch.cuda.is_available():
+            raise ConfigurationError(
+                "backend='nccl' needs CUDA, and torch sees no GPU",
+                remedy="use backend='gloo', or a CUDA build of torch",
+            )
+        if self.flush_cache_on_update and self.effective_pause_mode() != "abort":
+            raise ConfigurationError(
+                "flush_cache_on_update=True needs pause_mode='abort', and the pause mode is "
+                f"{self.effective_pause_mode()!r}",
+                remedy="leave flush_cache_on_update=None: the cache is flushed wherever the "
+                "engine's release can do it",
+            )
+
+    def effective_pause_mode(self) -> PauseMode:
+        """The argument, else the environment, else ``retract``; read anew at every call."""
+        if self.pause_mode is not None:
+            return check_choice("pause_mode", self.pause_mode, PauseMode)
+        value = os.environ.get(PAUSE_MODE_VARIABLE, "").strip().lower()
+        return check_choice(PAUSE_MODE_VARIABLE, value or "retract", PauseMode)
+
+    def flush_wanted(self) -> bool:
+        """Whether the prefix cache should be flushed; the environment wins when it is set."""
+        from_environment = read_flag(FLUSH_VARIABLE)
+        if from_environment is not None:
+            return from_environment
+        return self.flush_cache_on_update is not False
+
+
+def check_choice(name: str, value: Any, accepted: Any) -> Any:
+    """Returns ``value`` if it is one of the literals of ``accepted``.
+
+    Raises:
+        ConfigurationError: Otherwise; the text lists what is accepted.
+
+    Example:
+        >>> check_choice("pause_mode", "retract", PauseMode)
+        'retract'
+    """
+    if not isinstance(value, str) or value not in get_args(accepted):
+        choices = ", ".join(repr(choice) for choice in get_args(accepted))
+        raise ConfigurationError(f"{name}={value!r} is unknown; accepted: {choices}")
+    return value
+
+
+def check_positive(name: str, value: Any, number: type = int) -> None:
+    """Raises ConfigurationError unless ``value`` is None or a finite number above zero."""
+    if value is None and number is int:
+        return
+    kinds = (int,) if number is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not isfinite(value) or value <= 0:
+        what = "a whole number" if number is int else "a finite number of seconds"
+        raise ConfigurationError(f"{name}={value!r} must be {what} above zero")
+
+
+def check_port(port: Any) -> None:
+    """Raises ConfigurationError unless ``port`` is None or a TCP port."""
+    valid = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
+    if port is not None and not valid:
+        raise ConfigurationError(f"master_port={port!r} must be between 1 and 65535")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises ConfigurationError unless ``dtype`` is None or a floating torch dtype."""
+    valid = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if dtype is not None and not valid:
+        raise ConfigurationError(f"dtype={dtype!r} must be a floating point torch dtype")
+
+
+def parse_device(device: DeviceLike) -> torch.device | None:
+    """The torch device that an argument means; None follows the model.
+
+    Raises:
+        ConfigurationError: The text or index names no device.
+
+    Example:
+        >>> parse_device("cuda"), parse_device(2), parse_device("cpu")
+        (device(type='cuda', index=0), device(type='cuda', index=2), device(type='cpu'))
+    """
+    if device is None:
+        return None
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise ConfigurationError(f"device={device!r} must be an index, a string or a torch.device")
+    try:
+        parsed = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device={device!r} names no device: {error}") from error
+    if parsed.type == "cuda" and parsed.index is None:
+        return torch.device("cuda", 0)
+    return parsed
+
+
+def check_device_exists(device: torch.device | None) -> None:
+    """Raises ConfigurationError if a CUDA device is meant that torch does not see."""
+    if device is None or device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"device='{device}' asks for CUDA, and torch {torch.__version__} sees no GPU",
+            remedy="use device='cpu', or leave device=None to follow the model",
+        )
+    if device.index >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"device='{device}' does not exist: torch sees {torch.cuda.device_count()} GPU(s)"
+        )
+
+
+def read_flag(variable: str) -> bool | None:
+    """A yes-or-no environment variable; None when it is unset or empty.
+
+    Raises:
+        ConfigurationError: The value is none of the accepted spellings.
+    """
+    value = os.environ.get(variable, "").strip().lower()
+    if not value:
+        return None
+    if value not in (*_TRUE, *_FALSE):
+        accepted = ", ".join((*_TRUE, *_FALSE))
+        raise ConfigurationError(f"{variable}={value!r} is unreadable; accepted: {accepted}")
+    return value in _TRUE
+
+
+def read_bucket_bytes() -> int | None:
+    """The bucket size of the environment, if one is set.
+
+    Raises:
+        ConfigurationError: The value is not a whole number above zero.
+    """
+    value = os.environ.get(BUCKET_BYTES_VARIABLE, "").strip()
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) == 0:
+        raise ConfigurationError(
+            f"{BUCKET_BYTES_VARIABLE}={value!r} is unreadable; accepted: a whole number of bytes"
+        )
+    return int(value)
+
+
+def read_text(variable: str) -> str | None:
+    """An environment variable, trimmed; None when it is unset or empty."""
+    return os.environ.get(variable, "").strip() or None
+
+
+def read_secret(argument: str | None, variable: str) -> str | None:
+    """An API key from the argument or else the environment, trimmed; None when empty."""
+    value = argument if argument is not None else os.environ.get(variable, "")
+    if not isinstance(value, str) or any(ord(c) < 32 for c in value.strip()):
+        raise ConfigurationError(f"{variable.lower()} must be one line of text")
+    return value.strip() or None
+
+
+def parse_server_urls(server_url: str | Sequence[str]) -> tuple[str, ...]:
+    """Checked URLs of the engines, without trailing slashes.
+
+    Raises:
+        ConfigurationError: None given, one given twice, or one without scheme or host.
+
+    Example:
+        >>> parse_server_urls("http://a:30000/")
+        ('http://a:30000',)
+    """
+    given = [server_url] if isinstance(server_url, str) else list(server_url)
+    if not given:
+        raise ConfigurationError("server_url is empty", remedy="name at least one engine")
+    urls = tuple(_checked_url(url) for url in given)
+    repeated = sorted({url for url in urls if urls.count(url) > 1})
+    if repeated:
+        raise ConfigurationError(f"server_url names an engine twice: {', '.join(repeated)}")
+    return urls
+
+
+def _checked_url(url: Any) -> str:
+    if not isinstance(url, str):
+        raise ConfigurationError(f"server_url={url!r} must be text such as 'http://host:30000'")
+    trimmed = url.strip().rstrip("/")
+    parts = urlsplit(trimmed)
+    if "@" in parts.netloc:
+        raise ConfigurationError(
+            f"server_url for host {parts.hostname!r} carries credentials", remedy="use api_key="
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ConfigurationError(
+            f"server_url={url!r} needs a scheme and a host", remedy="write 'http://host:30000'"
+        )
+    try:
+        parts.port  # noqa: B018 - reading it checks it
+    except ValueError as error:
+        raise ConfigurationError(f"server_url={url!r}: {error}") from error
+    return trimmed

@@ -1,0 +1,311 @@
+"""The one thread that owns the model, the group and the batch, and obeys commands in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+
+from weight_update.reference_engine import group as groups
+from weight_update.reference_engine import weights
+from weight_update.reference_engine.faults import Fault
+from weight_update.reference_engine.generation import GenerateRequest, Generator
+from weight_update.reference_engine.releases import Release
+
+_log = logging.getLogger("reference_engine.scheduler")
+_T = TypeVar("_T")
+
+FLUSH_REFUSED = (
+    "Weights were updated, but the cache was not flushed because requests are still running "
+    "or queued. Retract or finish them, then call /flush_cache."
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to a control call."""
+
+    success: bool
+    message: str
+
+
+class Scheduler(threading.Thread):
+    """Runs commands first in, first out, and a decoding step between them.
+
+    A command runs to its end before anything else happens: while one waits in a rendezvous or
+    a broadcast, nothing is generated and nothing else is answered. A command that raises ends
+    the process, as in the real server.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        release: Release,
+        *,
+        group_timeout: float = 1800.0,
+        max_running: int = 64,
+    ) -> None:
+        super().__init__(name="scheduler", daemon=True)
+        self.weight_version = "default"
+        self.load = {"running": 0, "waiting": 0, "tokens": 0}
+        self._generator = generator
+        self._release = release
+        self._group_timeout = timedelta(seconds=group_timeout)
+        self._max_running = max_running
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._waiting: list[GenerateRequest] = []
+        self._running: list[GenerateRequest] = []
+        self._groups: dict[str, Any] = {}
+        self._paused = False
+        self._session_open = False
+
+    # ---- the face to other threads
+
+    def post(self, command: Callable[..., object], *args: Any) -> None:
+        """Queue a command and do not wait for it."""
+        self._commands.put(lambda: command(*args))
+
+    def call(self, command: Callable[..., _T], *args: Any) -> Future[_T]:
+        """Queue a command and return the future of its result."""
+        future: Future[_T] = Future()
+        self._commands.put(lambda: _settle(future, command, *args))
+        return future
+
+    def run(self) -> None:
+        """Serve until the process ends."""
+        try:
+            self._serve()
+        except BaseException:
+            _log.exception("Scheduler hit an exception")
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _serve(self) -> None:
+        if self._generator.model.device.type == "cuda":
+            torch.cuda.set_device(self._generator.model.device)
+        while True:
+            self._obey()
+            if not self._paused:
+                self._step()
+                self.load = self.measure()
+
+    def _obey(self) -> None:
+        """Run all queued commands; wait for one if there is nothing else to do."""
+        busy = (self._running or self._waiting) and not self._paused
+        if not busy:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    # ---- generation
+
+    def _step(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            request = self._waiting.pop(0)
+            self._generator.admit(request)
+            self._running.append(request)
+        self._generator.step(self._running, self.weight_version)
+        for request in [request for request in self._running if request.finish_reason()]:
+            self._running.remove(request)
+            self._generator.retire(request)
+            self._finish(request)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a generate request."""
+        self._waiting.append(request)
+
+    def _finish(self, request: GenerateRequest) -> None:
+        _settle(request.answer, self._describe, request)
+
+    def _describe(self, request: GenerateRequest) -> dict[str, Any]:
+        return {"text": "", "output_ids": request.output, "meta_info": self._meta(request)}
+
+    def _meta(self, request: GenerateRequest) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": request.finish_reason(),
+            "prompt_tokens": request.prompt_length,
+            "completion_tokens": len(request.versions),
+            "cached_tokens": request.cached_tokens,
+            "weight_version": self.weight_version,
+            "num_retractions": request.retractions,
+        }
+        if self._release.token_spans:
+            meta["weight_versions"] = version_spans(request.versions)
+            meta["weight_version"] = (request.versions or [self.weight_version])[-1]
+        return meta
+
+    def abort(self, rid: str, everything: bool) -> None:
+        """End requests whose id starts with ``rid``, or all.
+
+        A waiting request ends at once. A running one ends with its next step, which never
+        comes while the engine is paused.
+        """
+        hit = [r for r in self._waiting + self._running if everything or r.rid.startswith(rid)]
+        for request in hit:
+            request.aborted = True
+        for request in [request for request in hit if request in self._waiting]:
+            self._waiting.remove(request)
+            self._finish(request)
+
+    def pause(self, mode: str) -> None:
+        """Stop generating; ``retract`` also gives up all keys and values in use."""
+        self._paused = True
+        if mode == "retract":
+            for request in self._running:
+                request.retract()
+            self._waiting[:0] = self._running
+            self._running.clear()
+
+    def resume(self) -> None:
+        """Generate again."""
+        self._paused = False
+
+    def flush(self, strict: bool = False) -> bool:
+        """Empty the prefix cache, if the engine is idle; ``strict`` counts the queue always."""
+        lenient = self._paused and self._release.paused_flush_ignores_queue and not strict
+        if self._running or (self._waiting and not lenient):
+            return False
+        self._generator.cache.clear()
+        return True
+
+    def measure(self) -> dict[str, int]:
+        """Count requests and their tokens."""
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "tokens": sum(request.kv_length for request in self._running),
+        }
+
+    # ---- groups
+
+    def join_group(self, address: groups.GroupAddress) -> Outcome:
+        """Join the trainer's group; blocks the scheduler until all ranks are there."""
+        assert address.name, "Group name cannot be empty"
+        try:
+            self._groups[address.name] = groups.join(address, self._group_timeout)
+        except Exception as error:
+            return Outcome(False, f"Failed to initialize custom process group: {error}.")
+        return Outcome(True, "Succeeded to initialize custom process group.")
+
+    def leave_group(self, name: str) -> Outcome:
+        """Destroy a group."""
+        if name not in self._groups:
+            return Outcome(False, "The group to be destroyed does not exist.")
+        try:
+            groups.leave(self._groups.pop(name))
+        except Exception as error:
+            return Outcome(False, f"Failed to destroy custom process group: {error}.")
+        return Outcome(True, "Succeeded to destroy custom process group.")
+
+    # ---- weights
+
+    def begin_update(self) -> Outcome:
+        """Open the session that updates need."""
+        if self._session_open:
+            return Outcome(
+                False, "a weight-update session is already open; call end_weight_update() first"
+            )
+        self._session_open = True
+        return Outcome(True, "Success")
+
+    def end_update(self) -> Outcome:
+        """Close the session."""
+        if not self._session_open:
+            return Outcome(
+                False, "no weight-update session is open; call begin_weight_update() first"
+            )
+        self._session_open = False
+        return Outcome(True, "Success")
+
+    def update(
+        self,
+        group_name: str,
+        announced: weights.Announcement,
+        version: str | None,
+        flush: bool,
+        faults: Sequence[Fault],
+    ) -> Outcome:
+        """Receive and load one set of tensors."""
+        if self._release.sessions and not self._session_open:
+            return Outcome(
+                False,
+                "update_weights_from_distributed must run between "
+                "begin_weight_update() and end_weight_update()",
+            )
+        if self._release.unknown_group_kills:
+            self._group(group_name)
+        try:
+            group = self._group(group_name)
+            tensors = weights.receive(group, announced, self._generator.model.device, faults)
+        except Exception as error:
+            return Outcome(False, f"Failed to receive weights: {error}")
+        return self._load(tensors, version, flush, faults)
+
+    def _group(self, name: str) -> Any:
+        if name not in self._groups:
+            raise LookupError(
+                f"Group {name} not in {list(self._groups)}. "
+                "Please call `init_weights_update_group` first."
+            )
+        return self._groups[name]
+
+    def _load(
+        self,
+        tensors: weights.NamedTensors,
+        version: str | None,
+        flush: bool,
+        faults: Sequence[Fault],
+    ) -> Outcome:
+        try:
+            weights.load(self._generator.model, tensors, faults)
+        except Exception as error:
+            return Outcome(
+                False,
+                f"Failed to update parameter online: {error}. The full weights of the "
+                "ModelRunner are partially updated. Please discard the whole weights.",
+            )
+        if version is not None:
+            self.weight_version = version
+        if flush and not self.flush():
+            assert not self._release.refused_flush_kills, "Cache flush failed after update"
+            return Outcome(False, FLUSH_REFUSED)
+        return Outcome(True, "Succeeded to update parameter online.")
+
+    def set_version(self, version: str) -> None:
+        """Call the weights ``version`` from the next token on."""
+        self.weight_version = version
+
+    def first_rows(self, name: str, count: int) -> list[Any] | None:
+        """Return the first rows of a parameter."""
+        return weights.first_rows(self._generator.model, name, count)
+
+    def checksums(self) -> dict[str, str]:
+        """Return a digest of each parameter."""
+        return weights.checksums(self._generator.model)
+
+
+def _settle(future: Future[_T], command: Callable[..., _T], *args: Any) -> None:
+    """Run ``command`` for ``future``, unless its waiter has given up before the start."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(command(*args))
+
+
+def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
+    """Run-length encode the versions of a request's tokens."""
+    spans: list[dict[str, Any]] = []
+    for version, tokens in groupby(versions):
+        start = spans[-1]["end"] if spans else 0
+        spans.append({"version": version, "start": start, "end": start + len(list(tokens))})
+    return spans

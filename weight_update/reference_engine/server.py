@@ -1,0 +1,391 @@
+"""What each endpoint does and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from weight_update.reference_engine import bodies, routes
+from weight_update.reference_engine.edge import Edge, Keys, RequestLog
+from weight_update.reference_engine.faults import ACTIVE, Fault, FaultBoard
+from weight_update.reference_engine.gate import Gate
+from weight_update.reference_engine.group import GroupAddress
+from weight_update.reference_engine.releases import Release
+from weight_update.reference_engine.routes import Endpoint, Handler
+from weight_update.reference_engine.sampling import Limits, requests_of
+from weight_update.reference_engine.scheduler import Outcome, Scheduler
+from weight_update.reference_engine.weights import Announcement, digest
+
+UPDATE_ROUTE = "/update_weights_from_distributed"
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What the server says about itself.
+
+    Args:
+        release: The profile in force.
+        arguments: The resolved start arguments, as ``/server_info`` shows them.
+        model: ``model_type`` and ``architectures`` of the model.
+        limits: What the model allows.
+        tokenizer: A transformers tokenizer, or None: prompts are token ids then.
+        health_timeout: How long ``/health`` waits before it says 503.
+    """
+
+    release: Release
+    arguments: dict[str, Any]
+    model: dict[str, Any]
+    limits: Limits
+    tokenizer: Any = None
+    health_timeout: float = 2.0
+
+
+class Server:
+    """Answers HTTP calls; everything that touches the model is handed to the scheduler."""
+
+    def __init__(self, scheduler: Scheduler, info: ServerInfo, board: FaultBoard, log: RequestLog):
+        self.weight_version = "default"
+        self._scheduler = scheduler
+        self._info = info
+        self._board = board
+        self._log = log
+        self._gate = Gate()
+        self._flushing = False
+
+    # ---- health and information
+
+    async def health(self, _: bodies.NoBody) -> Response:
+        """200 once the scheduler has answered; 503 while it is paused or blocked."""
+        probe = self._gate.wait_unpaused(lambda: self._ask(self._scheduler.measure))
+        try:
+            await asyncio.wait_for(probe, self._info.health_timeout)
+        except TimeoutError:
+            return Response(status_code=503)
+        return Response()
+
+    async def ready(self, _: bodies.NoBody) -> Response:
+        """200 unless paused."""
+        return Response(status_code=503 if self._gate.paused else 200)
+
+    async def ping(self, _: bodies.NoBody) -> Response:
+        """200."""
+        return Response()
+
+    async def model_info(self, _: bodies.NoBody) -> Response:
+        """The model and the live weight version; never waits for the scheduler."""
+        arguments = self._info.arguments
+        body = {
+            "model_path": arguments["model_path"],
+            "served_model_name": arguments["served_model_name"],
+            "tokenizer_path": arguments["model_path"],
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": self.weight_version,
+            "load_format": "auto",
+        }
+        return JSONResponse(body | self._info.model)
+
+    async def server_info(self, _: bodies.NoBody) -> Response:
+        """The start arguments and the scheduler's state; waits for the scheduler."""
+        load = await self._ask(self._scheduler.measure)
+        states = [{"world_size": 1, "num_running_reqs": load["running"]}]
+        version = {"version": self._info.release.name, "frontend": "reference_engine"}
+        return JSONResponse(self._info.arguments | {"internal_states": states} | version)
+
+    async def loads(self, _: bodies.NoBody) -> Response:
+        """The last snapshot that the scheduler left; frozen while it is paused or blocked."""
+        load = self._scheduler.load
+        entry = {
+            "dp_rank": 0,
+            "num_running_reqs": load["running"],
+            "num_waiting_reqs": load["waiting"],
+            "num_total_tokens": load["tokens"],
+            "queues": {"waiting": load["waiting"], "grammar": 0, "paused": 0, "retracted": 0},
+        }
+        version = self._info.release.name
+        return JSONResponse({"timestamp": time.time(), "version": version, "loads": [entry]})
+
+    async def get_load(self, _: bodies.NoBody) -> Response:
+        """The older count of requests, asked from the scheduler."""
+        load = await self._ask(self._scheduler.measure)
+        entry = {
+            "dp_rank": 0,
+            "num_reqs": load["running"] + load["waiting"],
+            "num_waiting_reqs": load["waiting"],
+            "num_tokens": load["tokens"],
+        }
+        return JSONResponse([entry])
+
+    async def openapi(self, _: bodies.NoBody) -> Response:
+        """The routes, their methods and fields."""
+        return JSONResponse(routes.openapi(self.endpoints(), self._info.release))
+
+    # ---- generation
+
+    async def generate(self, body: bodies.Generate) -> Response:
+        """Generate for one prompt or a list of them; held while the engine is paused."""
+        prompts, single = self._prompts(body)
+        requests = requests_of(body, prompts, self._info.limits)
+        async with self._gate.request():
+            for request in requests:
+                self._scheduler.post(self._scheduler.submit, request)
+            futures = [asyncio.wrap_future(request.answer) for request in requests]
+            answers = list(await asyncio.gather(*futures))
+        for request, answer in zip(requests, answers, strict=True):
+            if body.return_logprob:
+                entries = zip(request.logprobs, request.output, strict=True)
+                answer["meta_info"]["output_token_logprobs"] = [[p, t, None] for p, t in entries]
+            if self._info.tokenizer is not None:
+                answer["text"] = self._info.tokenizer.decode(request.output)
+        return JSONResponse(answers[0] if single else answers)
+
+    def _prompts(self, body: bodies.Generate) -> tuple[list[list[int]], bool]:
+        if body.stream:
+            raise bodies.BodyError("stream is not supported by the reference engine")
+        given: Any = body.input_ids if body.text is None else self._encoded(body.text)
+        if not given:
+            raise bodies.BodyError("either input_ids or text must be given and not empty")
+        single = isinstance(given[0], int)
+        return [given] if single else given, single
+
+    def _encoded(self, text: str | list[str]) -> Any:
+        if self._info.tokenizer is None:
+            raise bodies.BodyError("this model has no tokenizer; send input_ids")
+        return self._info.tokenizer(text)["input_ids"]
+
+    async def abort_request(self, body: bodies.AbortRequest) -> Response:
+        """Abort by id prefix, or all; answers before it has happened."""
+        if body.rid or body.abort_all:
+            self._scheduler.post(self._scheduler.abort, body.rid, body.abort_all)
+        return Response()
+
+    async def pause(self, body: bodies.PauseGeneration) -> Response:
+        """Pause; ``abort`` ends what runs, the other modes tell the scheduler and return."""
+        if body.mode == "abort":
+            await self._gate.pause(self._abort_all, drain=True)
+        else:
+            stop = self._scheduler.pause
+            await self._gate.pause(lambda: self._scheduler.post(stop, body.mode), drain=False)
+        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, _: bodies.ContinueGeneration) -> Response:
+        """Continue; waits for an update that runs under the pause."""
+        await self._gate.resume(lambda: self._scheduler.post(self._scheduler.resume))
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def flush_cache(self, body: bodies.FlushCache | bodies.NoBody) -> Response:
+        """Flush if idle; with a timeout, wait for strict idleness."""
+        patience = body.timeout if isinstance(body, bodies.FlushCache) else 0.0
+        if not patience:
+            failure = "Flush cache failed.\n"
+            done = await self._ask(self._scheduler.flush)
+        elif self._flushing:
+            failure = "Another flush_cache is already in progress."
+            done = False
+        else:
+            failure = "Timed out waiting for idle state."
+            done = await self._flush_when_idle(patience)
+        return PlainTextResponse("Cache flushed.\n" if done else failure, 200 if done else 400)
+
+    async def _flush_when_idle(self, patience: float) -> bool:
+        self._flushing, deadline = True, time.monotonic() + patience
+        try:
+            while not await self._ask(self._scheduler.flush, True):
+                if time.monotonic() > deadline:
+                    return False
+                await asyncio.sleep(0.02)
+            return True
+        finally:
+            self._flushing = False
+
+    # ---- groups and weights
+
+    async def init_group(self, body: bodies.InitWeightsUpdateGroup) -> Response:
+        """Join the trainer's group as rank ``rank_offset``."""
+        address = GroupAddress(
+            body.master_address,
+            body.master_port,
+            body.rank_offset,
+            body.world_size,
+            body.group_name,
+            body.backend,
+        )
+        return _answer(await self._ask(self._scheduler.join_group, address))
+
+    async def destroy_group(self, body: bodies.DestroyWeightsUpdateGroup) -> Response:
+        """Leave a group."""
+        return _answer(await self._ask(self._scheduler.leave_group, body.group_name))
+
+    async def begin(self, _: bodies.BeginWeightUpdate) -> Response:
+        """Open the update session."""
+        async with self._gate.update():
+            return _answer(await self._ask(self._scheduler.begin_update))
+
+    async def end(self, _: bodies.NoBody) -> Response:
+        """Close the update session."""
+        async with self._gate.update():
+            return _answer(await self._ask(self._scheduler.end_update))
+
+    async def update(self, body: bodies.UpdateWeightsFromDistributed) -> Response:
+        """Receive tensors over the group and load them."""
+        if body.abort_all_requests:
+            self._abort_all()
+        flattened = body.load_format == "flattened_bucket"
+        announced = Announcement(body.names, body.dtypes, body.shapes, flattened)
+        version = body.weight_version
+        async with self._gate.update():
+            outcome = await self._ask(
+                self._scheduler.update,
+                body.group_name,
+                announced,
+                version,
+                body.flush_cache,
+                ACTIVE.get(),
+            )
+        if outcome.success and version is not None:
+            self.weight_version = version
+            outcome = Outcome(True, f"{outcome.message} Weight version updated to {version}.")
+        return _answer(outcome)
+
+    async def update_version(self, body: bodies.UpdateWeightVersion) -> Response:
+        """Name the weights; aborts all requests unless told not to."""
+        if body.abort_all_requests:
+            self._abort_all()
+        await self._ask(self._scheduler.set_version, body.new_version)
+        self.weight_version = body.new_version
+        message = f"Weight version updated to {body.new_version}"
+        answer = {"success": True, "message": message, "new_version": body.new_version}
+        return JSONResponse(answer)
+
+    async def weights_by_name(self, body: bodies.GetWeightsByName) -> Response:
+        """The first rows of a parameter; only Llama answers this, as in the real server."""
+        rows = None
+        if self._info.model["model_type"] == "llama":
+            rows = await self._ask(self._scheduler.first_rows, body.name, body.truncate_size)
+        if rows is None:
+            return JSONResponse({"error": {"message": "Get parameter by name failed"}}, 400)
+        return JSONResponse(rows)
+
+    async def weights_checker(self, body: bodies.CheckWeights) -> Response:
+        """Digests of all parameters; comparable between reference engines only."""
+        if body.action != "checksum":
+            return _answer(Outcome(False, f"action {body.action!r} is not supported here"))
+        sums = await self._ask(self._scheduler.checksums)
+        whole = digest(json.dumps(sums, sort_keys=True).encode())
+        place = [{"tp_rank": 0, "pp_rank": 0, "dp_rank": 0}]
+        rank = {"checksums": sums, "per_gpu_checksum": whole, "parallelism_info": place}
+        answer = {"success": True, "message": "Success", "ranks": [rank]}
+        return JSONResponse(answer | {"per_engine_checksum": whole})
+
+    def _abort_all(self) -> None:
+        self._scheduler.post(self._scheduler.abort, "", True)
+
+    async def _ask(self, command: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.wrap_future(self._scheduler.call(command, *args))
+
+    # ---- the reference engine's own routes
+
+    async def arm_faults(self, request: Request) -> Response:
+        """Arm one fault, or a list of them."""
+        try:
+            data = await request.json()
+            items = data if isinstance(data, list) else [data]
+            faults = [Fault.from_dict(item) for item in items]
+        except (ValueError, TypeError) as error:
+            return JSONResponse({"detail": str(error)}, 400)
+        for fault in faults:
+            self._board.arm(fault)
+        return JSONResponse({"armed": len(faults)})
+
+    async def clear_faults(self, _: Request) -> Response:
+        """Disarm all faults."""
+        self._board.clear()
+        return JSONResponse({"armed": 0})
+
+    async def request_log(self, _: Request) -> Response:
+        """The requests so far."""
+        return JSONResponse(self._log.records)
+
+    # ---- the table
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return the routes of the release in force."""
+        table = [*self._information(), *self._generation(), *self._weights()]
+        return [e for e in table if e.path not in self._info.release.missing_routes]
+
+    def _information(self) -> list[Endpoint]:
+        get = ("GET",)
+        return [
+            Endpoint("/health", get, self.health),
+            Endpoint("/health_generate", get, self.health),
+            Endpoint("/ping", get, self.ping),
+            Endpoint("/ready", get, self.ready),
+            Endpoint("/model_info", get, self.model_info),
+            Endpoint("/get_model_info", get, self.model_info),
+            Endpoint("/server_info", get, self.server_info),
+            Endpoint("/get_server_info", get, self.server_info),
+            Endpoint("/v1/loads", get, self.loads),
+            Endpoint("/get_load", get, self.get_load),
+            Endpoint("/openapi.json", get, self.openapi),
+        ]
+
+    def _generation(self) -> list[Endpoint]:
+        post, both = ("POST",), ("GET", "POST")
+        flush = bodies.FlushCache if self._info.release.flush_timeout else bodies.NoBody
+        return [
+            Endpoint("/generate", ("POST", "PUT"), self.generate, bodies.Generate),
+            Endpoint("/flush_cache", both, self.flush_cache, flush, admin=True, query=True),
+            Endpoint("/abort_request", post, self.abort_request, bodies.AbortRequest, True),
+            Endpoint("/pause_generation", post, self.pause, bodies.PauseGeneration, True),
+            Endpoint("/continue_generation", post, self.resume, bodies.ContinueGeneration, True),
+        ]
+
+    def _weights(self) -> list[Endpoint]:
+        table: list[tuple[str, Handler, type[Any]]] = [
+            ("/init_weights_update_group", self.init_group, bodies.InitWeightsUpdateGroup),
+            ("/destroy_weights_update_group", self.destroy_group, bodies.DestroyWeightsUpdateGroup),
+            ("/begin_weight_update", self.begin, bodies.BeginWeightUpdate),
+            ("/end_weight_update", self.end, bodies.NoBody),
+            (UPDATE_ROUTE, self.update, bodies.UpdateWeightsFromDistributed),
+            ("/update_weight_version", self.update_version, bodies.UpdateWeightVersion),
+        ]
+        both, name, check = ("GET", "POST"), bodies.GetWeightsByName, bodies.CheckWeights
+        return [
+            *(Endpoint(path, ("POST",), handler, body, True) for path, handler, body in table),
+            Endpoint("/get_weights_by_name", both, self.weights_by_name, name, True),
+            Endpoint("/weights_checker", both, self.weights_checker, check, True, True),
+        ]
+
+    def application(self, keys: Keys) -> Edge:
+        """Return the ASGI application."""
+        endpoints, faults, log = self.endpoints(), "/_reference/faults", "/_reference/requests"
+        own = [
+            Route(faults, self.arm_faults, methods=["POST"]),
+            Route(faults, self.clear_faults, methods=["DELETE"]),
+            Route(log, self.request_log, methods=["GET"]),
+        ]
+        admin = {endpoint.path for endpoint in endpoints if endpoint.admin} | {faults, log}
+        keys = replace(keys, admin_paths=frozenset(admin))
+        return Edge(routes.application(endpoints, own), self._board, self._log, keys)
+
+
+def _answer(outcome: Outcome) -> Response:
+    return JSONResponse(asdict(outcome), 200 if outcome.success else 400)
+
+
+def start_arguments(options: dict[str, Any], release: Release) -> dict[str, Any]:
+    """Return what ``/server_info`` shows: it includes the keys, as the real server's does."""
+    parallel = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
+    if release.attn_dp_size:
+        parallel["attn_dp_size"] = 1
+    fixed = {"enable_dp_attention": False, "weight_version": "default", "pid": os.getpid()}
+    return options | parallel | fixed

@@ -1,0 +1,138 @@
+"""What an update reports: the version, the time it took by phase, and each engine's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class EngineState(str, Enum):
+    """Which weights an engine holds after an update.
+
+    Example:
+        >>> EngineState("new") is EngineState.NEW
+        True
+        >>> EngineState.MIXED == "mixed"
+        True
+    """
+
+    OLD = "old"
+    """Nothing of this update was applied; the engine serves what it served before."""
+    NEW = "new"
+    """All of it was applied and no cached prefix of the old weights can be served."""
+    MIXED = "mixed"
+    """Partly applied, or applied with a stale cache: only a full push heals it."""
+    UNREACHABLE = "unreachable"
+    """No answer; its state is unknown."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class EngineOutcome:
+    """How one engine came out of an update.
+
+    Attributes:
+        url: The engine, as the caller named it.
+        state: Which weights it holds.
+        version: The label it serves under, or None when that is not known.
+        paused: Whether it is (or may be) still paused.
+        detail: Why it is not simply ``new``; empty otherwise.
+    """
+
+    url: str
+    state: EngineState
+    version: str | None
+    paused: bool
+    detail: str = ""
+
+    def __str__(self) -> str:
+        pause = ", paused" if self.paused else ""
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.url} {self.state} (version {self.version or 'unknown'}{pause}){detail}"
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one :meth:`update_weights` call did.
+
+    Attributes:
+        version: The policy version after the call; unchanged when the update failed.
+        bytes: Payload bytes sent to each engine.
+        tensors: Tensors sent.
+        buckets: Update requests an engine got.
+        seconds: Wall seconds by phase (``plan``, ``connect``, ``pause``, ``drain``, ``begin``,
+            ``transfer``, ``end``, ``flush``, ``stamp``, ``count``, ``continue``), and
+            ``paused`` (from the first pause call to the last continue) and ``total``.
+        engines: Outcome by engine URL, as given.
+        pause_mode: The pause mode that was used.
+        warnings: What the caller should know although the update succeeded.
+
+    Example:
+        >>> outcome = EngineOutcome("http://a:1", EngineState.NEW, "3", paused=False)
+        >>> report = UpdateReport(
+        ...     version=3, bytes=2_000_000_000, tensors=291, buckets=1,
+        ...     seconds={"transfer": 0.5, "total": 0.6}, engines={"http://a:1": outcome})
+        >>> report.gigabytes_per_second
+        4.0
+        >>> print(report)
+        version 3: 291 tensors, 2.00 GB in 1 bucket, 4.00 GB/s, 600 ms (transfer 500)
+          http://a:1 new (version 3)
+        >>> report.to_dict()["engines"]["http://a:1"]["state"]
+        'new'
+    """
+
+    version: int
+    bytes: int
+    tensors: int
+    buckets: int
+    seconds: Mapping[str, float]
+    engines: Mapping[str, EngineOutcome]
+    pause_mode: str = "retract"
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Payload bytes over the seconds of the transfer phase (GB = 1e9 bytes)."""
+        transfer = self.seconds.get("transfer", 0.0)
+        return self.bytes / transfer / 1e9 if transfer > 0 else 0.0
+
+    def engine_lines(self) -> list[str]:
+        """One line an engine: URL, state, version, whether it is paused, and why."""
+        return [str(outcome) for outcome in self.engines.values()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        plain = asdict(self)
+        plain["seconds"] = dict(self.seconds)
+        plain["warnings"] = list(self.warnings)
+        plain["gigabytes_per_second"] = self.gigabytes_per_second
+        plain["engines"] = {
+            url: {**asdict(outcome), "state": outcome.state.value}
+            for url, outcome in self.engines.items()
+        }
+        return plain
+
+    def __str__(self) -> str:
+        plural = "" if self.buckets == 1 else "s"
+        head = (
+            f"version {self.version}: {self.tensors} tensors, {_amount(self.bytes)} in "
+            f"{self.buckets} bucket{plural}, {self.gigabytes_per_second:.2f} GB/s, "
+            f"{1e3 * self.seconds.get('total', 0.0):.0f} ms ({self._phases()})"
+        )
+        notes = [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join([head, *(f"  {line}" for line in self.engine_lines()), *notes])
+
+    def _phases(self) -> str:
+        phases = [(k, v) for k, v in self.seconds.items() if k not in ("total", "paused")]
+        return ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in phases)
+
+
+def _amount(size: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"

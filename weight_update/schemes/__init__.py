@@ -1,0 +1,1 @@
+"""The TorchRL face: schemes, senders and transports that only assemble."""

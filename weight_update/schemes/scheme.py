@@ -1,0 +1,171 @@
+"""The SGLang scheme: configuration of an update, and what TorchRL's collectors drive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weight_update.errors import ConfigurationError
+from weight_update.options import (
+    ADMIN_API_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    MASTER_ADDRESS_VARIABLE,
+    Backend,
+    DeviceLike,
+    HttpOptions,
+    LoadFormat,
+    OnFailure,
+    PauseMode,
+    Strategy,
+    UpdateOptions,
+    check_choice,
+    check_device_exists,
+    parse_device,
+    parse_server_urls,
+    read_bucket_bytes,
+    read_secret,
+    read_text,
+)
+from weight_update.schemes.sender import SGLangWeightSender
+from weight_update.schemes.torchrl_adapter import CollectorScheme, torchrl_logger
+from weight_update.schemes.transport import SGLangCollectiveTransport
+from weight_update.transports.address import check_address
+
+
+class SGLangWeightSyncScheme(CollectorScheme):
+    """How weights get from a trainer into SGLang servers (release 0.5.6 or later).
+
+    Args:
+        server_url: URL of a server, or a sequence of several that are updated together.
+        master_address: Address of this host that the servers reach. None chooses the one
+            that routes to them (or ``WEIGHT_UPDATE_MASTER_ADDRESS``).
+        master_port: Port of the rendezvous; None takes a free one when it is bound.
+        num_gpus: Ranks of all servers together (tensor parallel sizes summed up). None asks
+            the servers; a number is checked against them before any socket opens.
+        strategy: ``"tensordict"`` or ``"state_dict"``; both send the same flat, dotted names
+            of parameters and persistent buffers, LoRA merged.
+        device: Device of the transfer, as an index, a string or a torch device; None follows
+            the model. CUDA uses NCCL, everything else is staged on the CPU and uses gloo.
+        flush_cache_on_update: Whether the prefix (radix) cache is flushed. None flushes
+            wherever the release can; True needs ``pause_mode="abort"``. The variable
+            ``TORCHRL_SGLANG_WEIGHT_SYNC_FLUSH_CACHE`` overrides it when set.
+        pause_mode: ``"retract"`` (requests in flight are recomputed and continue on the new
+            weights), ``"in_place"`` (they continue on their old KV cache) or ``"abort"``
+            (they end early). None reads ``TORCHRL_SGLANG_PAUSE_GENERATION_MODE``, else
+            ``"retract"``.
+        backend: ``"auto"`` (by device), ``"nccl"`` or ``"gloo"``; sent to the servers.
+        bucket_bytes: A bucket is closed before it exceeds this; None means 2 GiB on CUDA and
+            256 MiB on the CPU (or ``WEIGHT_UPDATE_BUCKET_BYTES``).
+        load_format: ``"auto"`` or ``"flattened_bucket"`` (one buffer a bucket), or
+            ``"tensors"`` (one broadcast a tensor).
+        dtype: Floating tensors are cast to it on the way; None sends them as they are.
+        timeout: Seconds for a whole connect or update; overrun by 2 s at most.
+        api_key: Key of ordinary routes (or ``WEIGHT_UPDATE_API_KEY``).
+        admin_api_key: Key of control routes (or ``WEIGHT_UPDATE_ADMIN_API_KEY``); ``api_key``
+            when not given.
+        tls_verify: Whether certificates are checked.
+        ca_file: Certificate authority to check them against.
+        use_proxies: Whether HTTP proxies of the environment apply; off, since control calls
+            stay inside a cluster.
+        on_failure: What becomes of an engine whose weights are mixed: ``"hold"`` keeps it
+            paused until a full push heals it, ``"resume"`` lets it generate all the same.
+
+    Raises:
+        ConfigurationError: An argument or variable cannot work; it is a ``ValueError`` too.
+
+    Example:
+        >>> scheme = SGLangWeightSyncScheme("http://127.0.0.1:30000/", pause_mode="retract")
+        >>> scheme.server_url, scheme.strategy_name, scheme.num_gpus
+        ('http://127.0.0.1:30000', 'tensordict', None)
+        >>> sender = scheme.create_sender()
+    """
+
+    def __init__(
+        self,
+        server_url: str | Sequence[str],
+        master_address: str | None = None,
+        master_port: int | None = None,
+        num_gpus: int | None = None,
+        strategy: Strategy = "tensordict",
+        device: DeviceLike = None,
+        flush_cache_on_update: bool | None = None,
+        pause_mode: PauseMode | None = None,
+        *,
+        backend: Backend = "auto",
+        bucket_bytes: int | None = None,
+        load_format: LoadFormat = "auto",
+        dtype: torch.dtype | None = None,
+        timeout: float = 300.0,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        tls_verify: bool = True,
+        ca_file: str | None = None,
+        use_proxies: bool = False,
+        on_failure: OnFailure = "hold",
+    ) -> None:
+        super().__init__(check_choice("strategy", strategy, Strategy))
+        urls = parse_server_urls(server_url)
+        self.server_url = urls[0] if isinstance(server_url, str) else list(urls)
+        self.strategy_name = self.strategy_str = strategy
+        if isinstance(device, (str, torch.device)):
+            check_device_exists(parse_device(device))
+        address = master_address or read_text(MASTER_ADDRESS_VARIABLE)
+        self.options = UpdateOptions(
+            master_address=check_address(address) if address else None,
+            master_port=master_port,
+            num_gpus=num_gpus,
+            device=device,
+            flush_cache_on_update=flush_cache_on_update,
+            pause_mode=pause_mode,
+            backend=backend,
+            bucket_bytes=bucket_bytes or read_bucket_bytes(),
+            load_format=load_format,
+            timeout=timeout,
+            on_failure=on_failure,
+            dtype=dtype,
+            http=HttpOptions(
+                api_key=read_secret(api_key, API_KEY_VARIABLE),
+                admin_api_key=read_secret(admin_api_key, ADMIN_API_KEY_VARIABLE),
+                tls_verify=tls_verify,
+                ca_file=ca_file,
+                use_proxies=use_proxies,
+            ),
+        )
+        self.options.effective_pause_mode()
+        self.options.flush_wanted()
+
+    master_address = property(lambda self: self.options.master_address)
+    master_port = property(lambda self: self.options.master_port)
+    num_gpus = property(lambda self: self.options.num_gpus)
+    device = property(lambda self: self.options.device)
+    flush_cache_on_update = property(lambda self: self.options.flush_cache_on_update)
+    pause_mode = property(lambda self: self.options.pause_mode)
+    timeout = property(lambda self: self.options.timeout)
+
+    @property
+    def world_size(self) -> int:
+        """1 + ``num_gpus``.
+
+        Raises:
+            ConfigurationError: ``num_gpus`` is None, so only the servers know.
+        """
+        if self.options.num_gpus is None:
+            raise ConfigurationError(
+                "num_gpus is None: the world size is known once the servers were asked",
+                remedy="read transport.world_size after init_all_workers_group()",
+            )
+        return 1 + self.options.num_gpus
+
+    def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
+        """A transport with the scheme's settings, as rank 0."""
+        return SGLangCollectiveTransport(self.server_url, options=self.options)
+
+    def create_sender(self) -> SGLangWeightSender:
+        """A sender for the training side."""
+        return SGLangWeightSender(self)
+
+    def create_receiver(self, *args: Any, **kwargs: Any) -> None:
+        """None: the servers own the receivers."""
+        torchrl_logger.info("SGLang servers own their receivers; there is none to create")

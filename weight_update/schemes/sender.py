@@ -1,0 +1,177 @@
+"""The sender: holds the training model and the collectors, and updates the engines."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from weight_update.errors import ConfigurationError, WeightUpdateError
+from weight_update.report import EngineOutcome, UpdateReport
+from weight_update.weights.extract import Metadata, extract_weights
+
+if TYPE_CHECKING:
+    from weight_update.schemes.scheme import SGLangWeightSyncScheme
+    from weight_update.schemes.transport import SGLangCollectiveTransport
+
+
+class SGLangWeightSender:
+    """Pushes a model's weights into the servers of a scheme.
+
+    1. :meth:`register_model` - the training model, held weakly.
+    2. :meth:`register_collector` - whose policy version counts the updates.
+    3. :meth:`update_weights` - makes the group on first use, then updates every server.
+    4. :meth:`shutdown` - or use the sender as a context manager.
+
+    Args:
+        scheme: The configuration.
+
+    Example:
+        >>> from weight_update import SGLangWeightSyncScheme
+        >>> with SGLangWeightSyncScheme("http://127.0.0.1:30000").create_sender() as sender:
+        ...     sender.register_model(nn.Linear(1, 1))
+        ...     sender.version
+        0
+    """
+
+    def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._transport: SGLangCollectiveTransport | None = None
+        self._model_ref: weakref.ref[nn.Module] | None = None
+        self._collectors: list[Any] = []
+
+    def register_model(self, model: nn.Module) -> None:
+        """Names the model whose weights are sent; it is held weakly.
+
+        Raises:
+            ConfigurationError: It is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"a torch module is needed, not {type(model).__name__}")
+        self._model_ref = weakref.ref(model)
+
+    def register_collector(self, collector: Any) -> None:
+        """Has ``collector.increment_version()`` called once every server has new weights.
+
+        Registering a collector twice counts once. Every successful update calls it exactly
+        once, before any server continues, so that no sample of new weights carries the old
+        number; a failed update never does.
+
+        Raises:
+            ConfigurationError: It has no ``increment_version``.
+        """
+        if not callable(getattr(collector, "increment_version", None)):
+            raise ConfigurationError(f"{type(collector).__name__} has no increment_version()")
+        if not any(known is collector for known in self._collectors):
+            self._collectors.append(collector)
+
+    def init_all_workers_group(
+        self, model_metadata: Metadata | None = None, vllm_engine: Any = None, **ignored: Any
+    ) -> None:
+        """Makes the group with all servers now rather than at the first update.
+
+        Args:
+            model_metadata: Name to (dtype, shape) that every update must match; None follows
+                the registered model, whatever becomes of it.
+            vllm_engine: Ignored; TorchRL's trainers pass it.
+            **ignored: Ignored likewise.
+
+        Raises:
+            WeightUpdateError: See :meth:`SGLangCollectiveTransport.init_all_workers_group`.
+        """
+        if self._transport is not None:
+            self._transport.shutdown()
+        self._transport = self._scheme.create_transport()
+        self._transport.init_all_workers_group(model_metadata, device=self._model_device())
+
+    def update_weights(self, weights: Any = None) -> UpdateReport:
+        """Brings the weights to every server; returns when all generate with them.
+
+        Args:
+            weights: A module, a mapping of names to tensors, or a TensorDict; None takes the
+                registered model.
+
+        Returns:
+            The report: version, bytes, seconds by phase, state of each server.
+
+        Raises:
+            WeightUpdateError: Nothing or not everything was updated; its ``report`` says for
+                each server what it holds and whether it is paused.
+        """
+        source = self._model() if weights is None else weights
+        return self._connected_transport().update(source, self._count)
+
+    def flush_cache(self) -> bool:
+        """Flushes the prefix cache of every server; False if one did not (the log says why)."""
+        return self._connected_transport().flush_cache()
+
+    @property
+    def engines(self) -> Mapping[str, EngineOutcome]:
+        """What is known of each engine, by URL."""
+        return self._connected_transport().engines
+
+    @property
+    def version(self) -> int:
+        """The last version that every server confirmed; 0 before the first."""
+        return 0 if self._transport is None else self._transport.version
+
+    def shutdown(self) -> None:
+        """Gives the group up and forgets collectors and model; safe to call twice."""
+        if self._transport is not None:
+            self._transport.shutdown()
+        self._transport, self._model_ref = None, None
+        self._collectors.clear()
+
+    def __enter__(self) -> SGLangWeightSender:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A sender that crosses a process is configuration: it registers and connects anew.
+        return {**self.__dict__, "_transport": None, "_model_ref": None, "_collectors": []}
+
+    def _connected_transport(self) -> SGLangCollectiveTransport:
+        if self._transport is None:
+            self._transport = self._scheme.create_transport()
+        return self._transport
+
+    def _model(self) -> nn.Module:
+        if self._model_ref is None:
+            raise WeightUpdateError(
+                "No model registered", phase="plan", remedy="call register_model(), or pass weights"
+            )
+        model = self._model_ref()
+        if model is None:
+            raise WeightUpdateError(
+                "Model reference is no longer valid: the registered model was garbage-collected",
+                phase="plan",
+                remedy="keep the model alive, and register it again after replacing it",
+            )
+        return model
+
+    def _model_device(self) -> torch.device | None:
+        model = None if self._model_ref is None else self._model_ref()
+        return None if model is None else extract_weights(model)[0].device
+
+    def _count(self, version: int) -> list[str]:
+        warnings = []
+        for collector in self._collectors:
+            try:
+                collector.increment_version()
+            except Exception as error:  # noqa: BLE001 - one collector must not stop another
+                warnings.append(
+                    f"{type(collector).__name__}.increment_version() failed at version "
+                    f"{version}: {type(error).__name__}: {error}"
+                )
+        return warnings

@@ -1,0 +1,250 @@
+"""The SGLang transport: assembles engines, group and packer into the one updater."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weight_update.engines.sglang import SGLangEngine
+from weight_update.errors import ConfigurationError, WeightUpdateError
+from weight_update.options import UpdateOptions, parse_device, parse_server_urls
+from weight_update.report import EngineOutcome, UpdateReport
+from weight_update.transports.broadcast import BucketPacker
+from weight_update.transports.process_group import open_group
+from weight_update.update.updater import Updater
+from weight_update.weights.extract import Metadata, extract_weights, match_metadata
+from weight_update.weights.specs import Weight
+
+Counted = Callable[[int], Sequence[str]]
+
+
+class SGLangCollectiveTransport:
+    """Broadcasts weights to SGLang servers over a TCP-rendezvous process group.
+
+    The trainer is rank 0 of the group and the servers hold the other ranks. Usually
+    :meth:`SGLangWeightSyncScheme.create_transport` makes it.
+
+    Args:
+        server_url: URL of the server, or of several that are updated together.
+        master_address: Address of this host that the servers reach; None chooses the one
+            that routes to them.
+        master_port: Port of the rendezvous; None takes a free one when it is bound.
+        rank: Must be 0: only the trainer's rank 0 talks to the servers.
+        world_size: 1 + the ranks of all servers; None asks them.
+        device: Device of the transfer; None follows the model.
+        timeout: Seconds for a whole connect or update.
+        flush_cache_on_update: See :class:`SGLangWeightSyncScheme`.
+        pause_mode: See :class:`SGLangWeightSyncScheme`.
+        options: All of the above and more in one, as the scheme passes them.
+
+    Raises:
+        ConfigurationError: An argument cannot work.
+
+    Example:
+        >>> transport = SGLangCollectiveTransport("http://127.0.0.1:30000", None, None, 0, 2)
+        >>> transport.check_connection()
+        False
+    """
+
+    def __init__(
+        self,
+        server_url: str | Sequence[str],
+        master_address: str | None = None,
+        master_port: int | None = None,
+        rank: int = 0,
+        world_size: int | None = None,
+        device: int | str | torch.device | None = None,
+        timeout: float = 300.0,
+        flush_cache_on_update: bool | None = None,
+        pause_mode: Any = None,
+        *,
+        options: UpdateOptions | None = None,
+    ) -> None:
+        self._urls = parse_server_urls(server_url)
+        self.server_url = self._urls[0] if isinstance(server_url, str) else list(self._urls)
+        self.rank = rank
+        self._options = options or UpdateOptions(
+            master_address=master_address,
+            master_port=master_port,
+            num_gpus=_ranks_of(world_size),
+            device=device,
+            timeout=timeout,
+            flush_cache_on_update=flush_cache_on_update,
+            pause_mode=pause_mode,
+        )
+        self._options.effective_pause_mode()
+        self._options.flush_wanted()
+        self._metadata: Metadata | None = None
+        self._updater = Updater(
+            [SGLangEngine(url, self._options.http) for url in self._urls],
+            open_group,
+            lambda device: BucketPacker(device, flat=self._options.load_format != "tensors"),
+            self._options,
+        )
+
+    @property
+    def master_address(self) -> str | None:
+        """Address of the rendezvous: the one in use, else the one asked for."""
+        group = self._updater.group
+        return self._options.master_address if group is None else group.address
+
+    @property
+    def master_port(self) -> int | None:
+        """Port of the rendezvous: the one in use, else the one asked for."""
+        group = self._updater.group
+        return self._options.master_port if group is None else group.port
+
+    @property
+    def world_size(self) -> int | None:
+        """1 + the ranks of all servers, or None when they were not asked yet."""
+        ranks = self._options.num_gpus
+        return self._updater.world_size if ranks is None else 1 + ranks
+
+    @property
+    def device(self) -> int | torch.device:
+        """CUDA index of the transfer, or the CPU device; 0 while it follows the model."""
+        device = parse_device(self._options.device)
+        if device is None:
+            return 0
+        return device.index if device.type == "cuda" else device
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for a whole connect or update."""
+        return self._options.timeout
+
+    @property
+    def flush_cache_on_update(self) -> bool | None:
+        """As given."""
+        return self._options.flush_cache_on_update
+
+    @property
+    def pause_mode(self) -> str:
+        """The effective pause mode, environment included."""
+        return self._options.effective_pause_mode()
+
+    @property
+    def engines(self) -> Mapping[str, EngineOutcome]:
+        """What is known of each engine, by URL."""
+        return self._updater.engines
+
+    @property
+    def version(self) -> int:
+        """The last version that every engine confirmed; 0 before the first."""
+        return self._updater.version
+
+    def init_all_workers_group(
+        self, model_metadata: Metadata | None, *, device: torch.device | None = None
+    ) -> None:
+        """Makes the group with all servers.
+
+        Args:
+            model_metadata: Name to (dtype, shape) that every update must match; None lets
+                each update announce the model's own.
+            device: Where the weights live, when no device was set.
+
+        Raises:
+            RuntimeError: Not rank 0, a server refused (with its words), or somebody did not
+                come in time.
+        """
+        if self.rank != 0:
+            raise WeightUpdateError("Only rank 0 can initialise the weight-update group")
+        self._metadata = None if model_metadata is None else dict(model_metadata)
+        self._updater.connect(device or _default_device())
+
+    def send_weights(self, model_id: Any, weights: Any = None) -> UpdateReport:
+        """Checks the weights against the metadata, then runs one update.
+
+        Args:
+            model_id: Name of the model, kept for TorchRL's calls; ``send_weights(weights)``
+                works as well.
+            weights: A mapping of names to tensors, a TensorDict or a module.
+
+        Raises:
+            RuntimeError: Not rank 0, no group, no metadata, or the update failed.
+            ValueError: A weight is missing or has another dtype or shape.
+        """
+        if weights is None:
+            model_id, weights = "policy", model_id
+        if self.rank != 0:
+            raise WeightUpdateError("Weights can be sent only from rank 0")
+        if not self.check_connection():
+            raise WeightUpdateError("Communication group not initialized")
+        if self._metadata is None:
+            raise WeightUpdateError("Model metadata not set")
+        return self.update(weights)
+
+    def update(self, weights: Any, counted: Counted = lambda version: ()) -> UpdateReport:
+        """Runs one update; makes the group first if there is none.
+
+        Args:
+            weights: What to send; matched with the metadata if there is one.
+            counted: Called with the new version before any engine continues.
+        """
+        return self._updater.update(self.plan(weights), counted=counted)
+
+    def plan(self, weights: Any) -> tuple[Weight, ...]:
+        """The weights that an update would send, checked against the metadata.
+
+        Raises:
+            WeightMismatchError: Some are missing, changed or no tensors.
+        """
+        extracted = extract_weights(weights, dtype=self._options.dtype)
+        return extracted if self._metadata is None else match_metadata(extracted, self._metadata)
+
+    def check_connection(self) -> bool:
+        """Whether a group exists."""
+        return self._updater.connected
+
+    def flush_cache(self) -> bool:
+        """Flushes the prefix cache of every server; False if one did not (the log says why)."""
+        return self._updater.flush_cache()
+
+    def shutdown(self) -> None:
+        """Gives the group up on both ends; never raises, safe to call twice."""
+        self._updater.shutdown()
+
+    # TorchRL's collectors call these two around the first update.
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Makes the group; sends nothing."""
+        self._updater.connect(_default_device())
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: Any = None, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """Nothing: the servers own the receivers."""
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: Any = None,
+    ) -> None:
+        """Nothing: the servers own the receivers."""
+
+    def __reduce__(self) -> Any:
+        """Pickles as configuration: sockets and groups stay with the process that made them."""
+        return (_rebuild, (self.server_url, self.rank, self._options))
+
+
+def _rebuild(
+    server_url: str | list[str], rank: int, options: UpdateOptions
+) -> SGLangCollectiveTransport:
+    return SGLangCollectiveTransport(server_url, rank=rank, options=options)
+
+
+def _ranks_of(world_size: Any) -> int | None:
+    if world_size is None:
+        return None
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
+        raise ConfigurationError(f"world_size={world_size!r} must be a whole number above one")
+    return world_size - 1
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,1 @@
+"""How bytes move from the trainer to the engines."""

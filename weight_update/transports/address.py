@@ -1,0 +1,107 @@
+"""Where the rendezvous listens: an address that the engines can reach, bound before it is told."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from weight_update.errors import ConfigurationError
+
+
+def choose_address(urls: Sequence[str]) -> str:
+    """The local address from which this host routes to the engines.
+
+    An engine on this host is reached over loopback; as soon as one is elsewhere, the address
+    of that route is used for all, since this host reaches its own addresses too.
+
+    Args:
+        urls: The engines.
+
+    Raises:
+        ConfigurationError: A host name does not resolve, or no route leads to it.
+
+    Example:
+        >>> choose_address(["http://127.0.0.1:30000"])
+        '127.0.0.1'
+    """
+    routes = [_local_address_towards(url) for url in urls]
+    remote = [address for address in routes if not _parsed(address).is_loopback]
+    return (remote or routes)[0]
+
+
+def check_address(address: str) -> str:
+    """Returns a user's master address if engines could ever reach it.
+
+    Raises:
+        ConfigurationError: It is a wildcard or link-local, or does not resolve.
+
+    Example:
+        >>> check_address("[::1]")
+        '::1'
+    """
+    bare = address.strip().removeprefix("[").removesuffix("]")
+    try:
+        numeric = _parsed(_resolve(bare))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"master_address={address!r} does not resolve: {error}") from error
+    if numeric.is_unspecified or numeric.is_link_local or "%" in bare:
+        raise ConfigurationError(
+            f"master_address={address!r} cannot be reached from another process",
+            remedy="name an address of this host on the network of the engines",
+        )
+    return bare
+
+
+def listen(address: str, port: int | None) -> socket.socket:
+    """A socket that listens on ``address`` and ``port`` (any free port when None).
+
+    Raises:
+        ConfigurationError: The address is not this host's, or the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in _resolve(address) else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port or 0))
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"cannot listen on master_address={address!r}, master_port={port}: {error}",
+            phase="connect",
+            remedy="leave master_port=None to take a free port",
+        ) from error
+    return listener
+
+
+def _local_address_towards(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        target = _resolve(host)
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, parts.port or 80))  # a route look-up: nothing is sent
+            address: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigurationError(
+            f"no route to {host!r}: {error}", engine=url, phase="connect", remedy="check the URL"
+        ) from error
+    if _parsed(address).is_link_local:
+        raise ConfigurationError(
+            f"only a link-local address ({address}) routes to {host!r}",
+            engine=url,
+            phase="connect",
+            remedy="set master_address=",
+        )
+    return address
+
+
+def _resolve(host: str) -> str:
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])

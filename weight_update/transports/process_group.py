@@ -1,0 +1,165 @@
+"""The owner of one weight-update group: rendezvous, join, broadcast, and giving it up.
+
+A group serves one attempt to connect and all updates after it; once anything went wrong in
+it, it is given up and a new one, under a new name and on a new port, takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+import torch
+
+from weight_update.errors import WeightUpdateError
+from weight_update.options import UpdateOptions
+from weight_update.transports import torch_private
+from weight_update.transports.address import check_address, choose_address, listen
+from weight_update.waiting import spawn
+
+GroupBackend = Literal["nccl", "gloo"]
+
+
+class UpdateGroup:
+    """Rank 0 of a group whose other ranks are the engines'.
+
+    The listener is bound in the constructor, so address and port are this process's own
+    before any engine is told of them.
+
+    Args:
+        address: Address of this host that the engines reach.
+        port: Port to listen on; None takes a free one.
+        world_size: 1 + the ranks of all engines.
+        device: Device of the tensors that are broadcast.
+
+    Attributes:
+        name: Name of the group, never used twice.
+    """
+
+    def __init__(
+        self, *, address: str, port: int | None, world_size: int, device: torch.device
+    ) -> None:
+        self.name = f"weight_update_{os.getpid()}_{secrets.token_hex(6)}"
+        self.address = address
+        self.world_size = world_size
+        self.device = device
+        self.backend: GroupBackend = "nccl" if device.type == "cuda" else "gloo"
+        listener = listen(address, port)
+        self.port: int = listener.getsockname()[1]
+        tcp_store = torch_private.serve_store(address, self.port, world_size, listener.detach())
+        self._store = torch_private.group_store(tcp_store, self.name, device.type)
+        self._group: Any = None
+        self._works: list[Any] = []
+        self._building: Future[list[Any]] | None = None
+        self._built = self.backend == "gloo"
+        self.given_up = False
+
+    def join(self) -> None:
+        """Joins as rank 0; blocks until every peer came or :meth:`give_up` is called."""
+        if self.backend == "nccl":
+            group = torch_private.build_nccl(self._store, self.world_size, self.name)
+        else:
+            group = torch_private.build_gloo(self._store, self.world_size, self.address)
+        self._group = group
+        if self.given_up:
+            self.give_up()
+
+    def missing_rank(self) -> int | None:
+        """The rank that :meth:`join` is waiting for right now, when that is known."""
+        key = next(iter(self._store.awaited), "")
+        rank = key.rpartition("/")[2]
+        return int(rank) if rank.isdecimal() else None
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Starts broadcasting the tensors from rank 0, in order; :meth:`moving` tells the rest.
+
+        The first broadcast of an NCCL group builds the communicator, which blocks until every
+        peer takes part: it runs in a thread of its own, so that the answers can be watched.
+        """
+        group = self._group
+        if group is None or self.given_up:
+            raise WeightUpdateError("the group was given up", phase="transfer")
+        if self._built:
+            self._works = _broadcast_all(group, tensors)
+            return
+        torch.cuda.current_stream(self.device).synchronize()
+        self._building = spawn(_broadcast_all, group, tensors)
+
+    def moving(self) -> bool:
+        """Whether bytes of the last :meth:`broadcast` are still under way.
+
+        Raises:
+            WeightUpdateError: A peer is gone, or the group was given up: an aborted NCCL
+                broadcast reads as completed, so what was given up is remembered here.
+        """
+        if self.given_up:
+            raise WeightUpdateError("the group was given up", phase="transfer")
+        if not self._collect_first_works():
+            return True
+        if not all(work.is_completed() for work in self._works):
+            return True
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise WeightUpdateError(f"the broadcast failed: {error}", phase="transfer") from error
+        self._works = []
+        return False
+
+    def _collect_first_works(self) -> bool:
+        if self._building is None:
+            return True
+        if not self._building.done():
+            return False
+        try:
+            self._works = self._building.result()
+        except RuntimeError as error:
+            raise WeightUpdateError(
+                f"the communicator was not built: {error}", phase="transfer"
+            ) from error
+        self._building, self._built = None, True
+        return True
+
+    def give_up(self) -> None:
+        """Frees both ends without waiting for anyone; safe to call at any time, repeatedly.
+
+        NCCL: ``abort()`` frees this end in half a second, while destroying the group hangs.
+        gloo: aborting wakes nobody; dropping the last reference closes the sockets, which
+        wakes every peer, but can itself block for minutes - hence the thread.
+        """
+        self.given_up = True
+        self._store.abandon()
+        held = [self._group, self._works]
+        self._group, self._works = None, []
+        spawn(_abort if self.backend == "nccl" else _drop, held)
+
+
+def _broadcast_all(group: Any, tensors: list[torch.Tensor]) -> list[Any]:
+    return [torch_private.broadcast(group, tensor) for tensor in tensors]
+
+
+def _abort(held: list[Any]) -> None:
+    if held[0] is not None:
+        held[0].abort()
+
+
+def _drop(held: list[Any]) -> None:
+    held.clear()
+
+
+def open_group(
+    urls: Sequence[str], options: UpdateOptions, world_size: int, device: torch.device
+) -> UpdateGroup:
+    """A group that listens where the engines at ``urls`` can reach it.
+
+    Raises:
+        ConfigurationError: No route leads to an engine, or the address or port cannot be used.
+    """
+    given = options.master_address
+    address = check_address(given) if given else choose_address(urls)
+    return UpdateGroup(
+        address=address, port=options.master_port, world_size=world_size, device=device
+    )

@@ -1,0 +1,122 @@
+"""Everything private in torch that the library relies on, in one place.
+
+Read in torch 2.6 to 2.13, run on 2.11 (NCCL) and 2.13 (gloo). The group is built from the
+backend classes themselves and not through ``torch.distributed``'s registry: torch never learns
+of it, so no name is used up, no default group is split, and the group is disposed of by
+dropping it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from weight_update.errors import ConfigurationError
+
+_POLL_SECONDS = 0.005
+_FOREVER = timedelta(days=1)
+
+
+class RendezvousAbandoned(RuntimeError):
+    """The trainer stopped waiting for its peers."""
+
+
+class AbandonableStore(Store):  # type: ignore[misc]
+    """A store whose waits end as soon as the trainer gives the rendezvous up.
+
+    A gloo group is built in a constructor that blocks until every peer has come, and nothing
+    in torch interrupts it; the wait for a peer's key goes through here, so it can be.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__()
+        self._inner = inner
+        self._abandoned = False
+        self.awaited: tuple[str, ...] = ()
+
+    def abandon(self) -> None:
+        """Makes the wait that is running, and every later one, raise."""
+        self._abandoned = True
+
+    def set(self, key: str, value: Any) -> None:  # noqa: D102
+        self._inner.set(key, value if isinstance(value, (str, bytes)) else bytes(value))
+
+    def get(self, key: str) -> bytes:  # noqa: D102
+        return self._inner.get(key)
+
+    def add(self, key: str, amount: int) -> int:  # noqa: D102
+        return self._inner.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102
+        return self._inner.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: D102
+        self.awaited = tuple(keys)
+        while not self._inner.check(list(keys)):
+            if self._abandoned:
+                raise RendezvousAbandoned(f"nobody set {', '.join(keys)}")
+            time.sleep(_POLL_SECONDS)
+        self.awaited = ()
+
+
+def serve_store(address: str, port: int, world_size: int, listener_fd: int) -> TCPStore:
+    """Starts the rendezvous store on a socket that already listens; takes the socket over."""
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listener_fd,
+    )
+
+
+def group_store(store: Store, group_name: str, device_type: str) -> AbandonableStore:
+    """The key space that an engine's own ``_new_process_group_helper`` uses for the group.
+
+    The engine prefixes with the group name, torch prefixes again with the group name and then
+    with the device type; other prefixes never meet and both ends wait for their time-outs.
+    """
+    inner = PrefixStore(group_name, store)
+    inner = PrefixStore(f"{group_name}/", inner)
+    return AbandonableStore(PrefixStore(f"{device_type}/", inner))
+
+
+def build_gloo(store: Store, world_size: int, address: str) -> Any:
+    """Joins a gloo group as rank 0, listening on ``address``; blocks until all peers came."""
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._timeout = _FOREVER  # deadlines are kept by the caller, who drops the group
+    options._threads = 2
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    return ProcessGroupGloo(store, 0, world_size, options)
+
+
+def build_nccl(store: Store, world_size: int, group_name: str) -> Any:
+    """Joins an NCCL group as rank 0; its communicator is built by the first broadcast."""
+    try:
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+    except ImportError as error:
+        raise ConfigurationError(
+            "this torch has no NCCL", remedy="use backend='gloo', or a CUDA build of torch"
+        ) from error
+    options = ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = False
+    # Past the group's own time-out torch's watchdog ends the whole process; the caller's
+    # deadline aborts the communicator long before.
+    options._timeout = _FOREVER
+    options.group_name = group_name
+    options.global_ranks_in_group = list(range(world_size))
+    return ProcessGroupNCCL(store, 0, world_size, options)
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> Any:
+    """Starts a broadcast from rank 0 and returns its work handle."""
+    return group.broadcast(tensor, 0)

@@ -1,0 +1,123 @@
+"""Joining: the trainer and every engine meet in a fresh group, or an error says who did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+
+from weight_update.errors import ConfigurationError, UpdateTimeout, WeightUpdateError
+from weight_update.update.fleet import Fleet, Member
+from weight_update.update.protocols import Group
+from weight_update.waiting import Deadline, spawn
+
+_WATCH_SECONDS = 0.05
+
+
+def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
+    """Gives every engine its rank offset; the trainer is rank 0.
+
+    Args:
+        fleet: Inspected engines.
+        num_gpus: Ranks of all engines together, if the caller knows; checked against theirs.
+
+    Returns:
+        The world size.
+
+    Raises:
+        ConfigurationError: The number is wrong, or neither side knows it.
+    """
+    known = [member.engine.ranks for member in fleet.members]
+    unknown = known.count(None)
+    told = sum(ranks for ranks in known if ranks is not None)
+    if num_gpus is not None and not unknown and num_gpus != told:
+        layout = ", ".join(f"{m.url}: {m.engine.ranks}" for m in fleet.members)
+        raise ConfigurationError(
+            f"num_gpus={num_gpus}, but the servers run {told} rank(s) ({layout})",
+            phase="connect",
+            remedy="leave num_gpus=None to ask the servers",
+        )
+    share, odd = divmod((num_gpus or 0) - told, unknown) if unknown else (0, 0)
+    if unknown and (share < 1 or odd):
+        raise ConfigurationError(
+            "the servers do not say how many ranks they run", phase="connect", remedy="set num_gpus="
+        )
+    offset = 1
+    for member, ranks in zip(fleet.members, known, strict=True):
+        member.rank_offset = offset
+        offset += share if ranks is None else ranks
+    return offset
+
+
+def join(fleet: Fleet, open_group: Callable[[], Group], world_size: int, deadline: Deadline) -> Group:
+    """Opens a group and has every engine join it.
+
+    The engines' answers are watched while the trainer waits in the rendezvous, so a server
+    that refuses costs no more than its answer takes.
+
+    Raises:
+        EngineRejected: An engine refused; the group was given up.
+        UpdateTimeout: Somebody did not come; the text says where and who.
+    """
+    group = open_group()
+
+    def invite(member: Member) -> None:
+        member.engine.join(
+            address=group.address,
+            port=group.port,
+            rank_offset=member.rank_offset,
+            world_size=world_size,
+            group_name=group.name,
+            backend=group.backend,
+            deadline=deadline,
+        )
+
+    fleet.start(invite)
+    try:
+        _watch(fleet, group, spawn(group.join), deadline)
+    except BaseException:
+        group.give_up()
+        leave(fleet, group)
+        raise
+    return group
+
+
+def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:
+    """Has every engine drop the group, all at once; what fails is of no consequence."""
+    deadline = Deadline(seconds)
+    calls = [spawn(member.engine.leave, group.name, deadline) for member in fleet.members]
+    wait(calls, timeout=deadline.remaining())
+
+
+def _watch(fleet: Fleet, group: Group, joining: Future[None], deadline: Deadline) -> None:
+    calls = {member.call for member in fleet.members if member.call is not None}
+    pending: set[Future[None]] = {joining, *calls}
+    while pending:
+        seconds = min(_WATCH_SECONDS, deadline.remaining())
+        done, pending = wait(pending, timeout=seconds, return_when=FIRST_EXCEPTION)
+        for call in done:
+            _result(call, is_trainer=call is joining)
+        if pending and deadline.expired():
+            raise UpdateTimeout(_who_is_missing(fleet, group, deadline), phase="connect")
+
+
+def _result(call: Future[None], *, is_trainer: bool) -> None:
+    try:
+        call.result()
+    except WeightUpdateError:
+        raise
+    except Exception as error:
+        who = "Trainer" if is_trainer else "Engine"
+        raise WeightUpdateError(
+            f"{who} process group init failed: {error}", phase="connect"
+        ) from error
+
+
+def _who_is_missing(fleet: Fleet, group: Group, deadline: Deadline) -> str:
+    late = [m.url for m in fleet.members if m.call is not None and not m.call.done()]
+    rank = group.missing_rank()
+    waiting = f"; waiting for rank {rank}" if rank is not None else ""
+    return (
+        f"Trainer process group init timed out after {deadline.seconds:.0f} s: group "
+        f"{group.name} at {group.address}:{group.port}; no answer from "
+        f"{', '.join(late) or 'the trainer itself'}{waiting}"
+    )

@@ -1,0 +1,28 @@
+"""How one update behaves towards requests in flight, caches and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weight_update.options import OnFailure, PauseMode
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one update behaves.
+
+    Attributes:
+        pause_mode: What happens to requests in flight.
+        flush: Whether the prefix cache is flushed where the engine can.
+        on_failure: Whether an engine with mixed weights is held or resumed.
+        label: The version label to write, or None to write none.
+        counted: Called once every engine has everything, before any continues; returns
+            warnings.
+    """
+
+    pause_mode: PauseMode
+    flush: bool
+    on_failure: OnFailure
+    label: str | None = None
+    counted: Callable[[], Sequence[str]] = tuple

@@ -1,0 +1,134 @@
+"""What the update procedure asks of engines and of the way that bytes take."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from weight_update.options import PauseMode
+from weight_update.waiting import Deadline
+from weight_update.weights.buckets import Bucket
+
+
+class Session(Protocol):
+    """One update of one engine.
+
+    The procedure calls ``open``, then ``apply`` once a bucket, then ``close``. After a
+    failure it calls ``recover`` instead, which must leave an engine that may continue.
+    """
+
+    def open(self, deadline: Deadline) -> bool:
+        """Opens the update; returns whether another trainer's was open and had to be closed."""
+
+    def apply(
+        self, bucket: Bucket, *, group_name: str, flat: bool, flush: bool, deadline: Deadline
+    ) -> None:
+        """Announces a bucket; returns when the engine has loaded it."""
+
+    def close(self, deadline: Deadline) -> None:
+        """Ends the update."""
+
+    def recover(self, deadline: Deadline) -> None:
+        """Undoes an unfinished update as far as the engine allows; nothing open is no error."""
+
+
+class Engine(Protocol):
+    """One inference engine, as the fleet sees it."""
+
+    url: str
+    harmless_name: str
+
+    @property
+    def ranks(self) -> int | None:
+        """Ranks that join the group, or None when the engine does not say."""
+
+    def inspect(self, deadline: Deadline) -> None:
+        """Learns release and layout; raises if updates cannot work."""
+
+    def objection(self, mode: PauseMode) -> str | None:
+        """Why this engine cannot be updated under a pause mode; None when it can."""
+
+    def label(self, deadline: Deadline) -> str | None:
+        """The version label that the engine shows now."""
+
+    def join(
+        self,
+        *,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        deadline: Deadline,
+    ) -> None:
+        """Joins a group; returns when all ranks of the engine have."""
+
+    def leave(self, group_name: str, deadline: Deadline) -> None:
+        """Drops a group."""
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Pauses generation."""
+
+    def drain(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Waits for running requests, where that is meaningful."""
+
+    def resume(self, deadline: Deadline) -> None:
+        """Continues generation."""
+
+    def can_flush(self, mode: PauseMode) -> bool:
+        """Whether the prefix cache can be flushed under a pause mode."""
+
+    def flushes_with_update(self, mode: PauseMode) -> bool:
+        """Whether the last update request carries the flush."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """Flushes the prefix cache, asking again while the engine is busy."""
+
+    def flush_once(self, deadline: Deadline) -> bool:
+        """Asks for one flush; whether it was done."""
+
+    def stamp(self, label: str, deadline: Deadline) -> None:
+        """Writes the version label."""
+
+    def session(self) -> Session:
+        """A session for one update."""
+
+    def close(self) -> None:
+        """Closes connections."""
+
+
+class Group(Protocol):
+    """The group that an update's bytes travel in."""
+
+    name: str
+    address: str
+    port: int
+    backend: str
+    device: torch.device
+    given_up: bool
+
+    def join(self) -> None:
+        """Joins as rank 0; blocks until every peer came or the group is given up."""
+
+    def missing_rank(self) -> int | None:
+        """The rank that is waited for right now, when that is known."""
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Starts sending to all engines."""
+
+    def moving(self) -> bool:
+        """Whether bytes are still under way; raises when they never will arrive."""
+
+    def give_up(self) -> None:
+        """Frees both ends without waiting."""
+
+
+class Packer(Protocol):
+    """Turns a bucket into the tensors that travel."""
+
+    flat: bool
+
+    def pack(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The tensors to send, in order."""

@@ -1,0 +1,307 @@
+"""The updater: one fleet, one group, one update at a time, and a version that counts them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from weight_update.errors import (
+    ConfigurationError,
+    EngineRejected,
+    EngineUnreachable,
+    UpdateTimeout,
+    WeightUpdateError,
+)
+from weight_update.options import UpdateOptions, check_device_exists, parse_device
+from weight_update.report import EngineOutcome, EngineState, UpdateReport
+from weight_update.update.connect import assign_ranks, join, leave
+from weight_update.update.fleet import Fleet, Member, wrapped
+from weight_update.update.policy import Policy
+from weight_update.update.procedure import Procedure, Stopwatch
+from weight_update.update.protocols import Engine, Group, Packer
+from weight_update.update.versions import next_version
+from weight_update.waiting import Deadline
+from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Plan, plan_buckets
+from weight_update.weights.specs import TensorSpec, Weight
+
+_log = logging.getLogger("weight_update")
+
+_FLUSH_SECONDS = 30.0
+
+GroupFactory = Callable[[Sequence[str], UpdateOptions, int, torch.device], Group]
+PackerFactory = Callable[[torch.device], Packer]
+
+
+class Updater:
+    """Brings weights to a fleet of engines, again and again.
+
+    1. :meth:`connect` (or the first :meth:`update`) inspects the engines and makes the group.
+    2. :meth:`update` runs the procedure; a failed one gives the group up if it must, and the
+       next makes a new one.
+    3. :meth:`shutdown` gives the group up on both ends.
+
+    Args:
+        engines: The fleet.
+        open_group: Makes the group that bytes travel in.
+        open_packer: Makes the packer for a device.
+        options: Everything that shapes an update.
+
+    Attributes:
+        version: The last version that every engine confirmed; 0 before the first.
+        world_size: 1 + the ranks of all engines, once they were asked.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        open_group: GroupFactory,
+        open_packer: PackerFactory,
+        options: UpdateOptions,
+    ) -> None:
+        self.version = 0
+        self.options = options
+        self._fleet = Fleet(engines)
+        self._open_group = open_group
+        self._open_packer = open_packer
+        self._group: Group | None = None
+        self._packer: Packer | None = None
+        self._busy = threading.Lock()
+        self._warned: set[str] = set()
+        self.world_size: int | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a usable group exists."""
+        return self._group is not None and not self._group.given_up
+
+    @property
+    def engines(self) -> dict[str, EngineOutcome]:
+        """What is known of each engine, by URL."""
+        return self._fleet.outcomes()
+
+    @property
+    def group(self) -> Group | None:
+        """The group, once made."""
+        return self._group
+
+    def connect(self, device: torch.device) -> None:
+        """Inspects the engines and makes the group, unless there is one.
+
+        Args:
+            device: Where the weights live; the options' device wins.
+
+        Raises:
+            WeightUpdateError: An engine cannot take updates, refused or did not come.
+        """
+        deadline = Deadline(self.options.timeout)
+        watch = Stopwatch()
+        with self._exclusively(deadline), self._reporting(watch):
+            self._connect(device, deadline, watch)
+
+    def update(
+        self, weights: Sequence[Weight], *, counted: Callable[[int], Sequence[str]]
+    ) -> UpdateReport:
+        """Runs one update.
+
+        Args:
+            weights: What to send, in order.
+            counted: Called with the new version once every engine has everything and before
+                any continues; returns warnings.
+
+        Returns:
+            The report; every engine is ``new``.
+
+        Raises:
+            WeightUpdateError: With ``report``, ``phase`` and ``engine`` set.
+        """
+        deadline = Deadline(self.options.timeout)
+        watch = Stopwatch()
+        with self._exclusively(deadline), self._reporting(watch) as attempt:
+            with watch.running("plan"):
+                _refuse_meta(weights)
+                self._observe(deadline)
+            self._connect(weights[0].device, deadline, watch)
+            procedure = self._procedure(weights, counted, deadline, watch)
+            attempt.append(procedure)
+            procedure.run()
+            self._warn(procedure.warnings)
+            return procedure.report(self.version)
+
+    def flush_cache(self) -> bool:
+        """Flushes every engine's prefix cache once; False if one did not, with the reason logged."""
+        deadline = Deadline(min(_FLUSH_SECONDS, self.options.timeout))
+
+        def flush(member: Member) -> None:
+            if not member.engine.flush_once(deadline):
+                raise EngineRejected("the cache was not flushed", engine=member.url, phase="flush")
+
+        try:
+            self._fleet.each("flush", flush, deadline)
+        except WeightUpdateError as error:
+            _log.warning(error)
+            return False
+        return True
+
+    def shutdown(self) -> None:
+        """Gives the group up on both ends; safe to call at any time, repeatedly."""
+        group, self._group, self._packer = self._group, None, None
+        if group is not None:
+            group.give_up()
+            leave(self._fleet, group)
+        for member in self._fleet.members:
+            member.engine.close()
+
+    # -- steps --------------------------------------------------------------------------
+
+    def _connect(self, device: torch.device, deadline: Deadline, watch: Stopwatch) -> None:
+        if self.connected:
+            return
+        with watch.running("connect"):
+            device = self._wire_device(device)
+            check_device_exists(device)
+            self._fleet.each("connect", lambda m: m.engine.inspect(deadline), deadline)
+            self.world_size = world_size = assign_ranks(self._fleet, self.options.num_gpus)
+            urls = [member.url for member in self._fleet.members]
+            self._packer = self._open_packer(device)
+            self._group = join(
+                self._fleet,
+                lambda: self._open_group(urls, self.options, world_size, device),
+                world_size,
+                deadline,
+            )
+            if device.type == "cuda":
+                self._warm_up(device, deadline)
+
+    def _warm_up(self, device: torch.device, deadline: Deadline) -> None:
+        """Builds the NCCL communicator before the first update, in a short pause of its own.
+
+        It is built by the first broadcast, in 0.4-0.8 s; engines join one only inside an
+        update, so this is an update of one number that no loader keeps.
+        """
+        assert self._group is not None and self._packer is not None
+        name = self._fleet.members[0].engine.harmless_name
+        value = torch.ones(1, device=device)
+        weight = Weight(TensorSpec(name, torch.float32, (1,)), device, lambda: value)
+        policy = Policy("retract", flush=False, on_failure="resume")
+        plan = plan_buckets([weight], 1)
+        Procedure(self._fleet, self._group, self._packer, plan, policy, deadline).run()
+
+    def _wire_device(self, device: torch.device) -> torch.device:
+        device = parse_device(self.options.device) or device
+        if self.options.backend == "gloo" or (
+            self.options.backend == "auto" and device.type != "cuda"
+        ):
+            return torch.device("cpu")
+        return device if device.type == "cuda" else torch.device("cuda", 0)
+
+    def _observe(self, deadline: Deadline) -> None:
+        """Reads every engine's label: one that went back tells of a restart."""
+        restarted: list[Member] = []
+
+        def look(member: Member) -> None:
+            try:
+                label = member.engine.label(deadline)
+            except (EngineUnreachable, UpdateTimeout):
+                member.state = EngineState.UNREACHABLE
+                raise
+            if member.label not in (None, label):
+                restarted.append(member)
+            member.label = label
+
+        self._fleet.each("plan", look, deadline)
+        for member in restarted:
+            member.forget(member.label)
+        if restarted and self._group is not None:
+            self._group.give_up()
+            leave(self._fleet, self._group)
+
+    def _procedure(
+        self,
+        weights: Sequence[Weight],
+        counted: Callable[[int], Sequence[str]],
+        deadline: Deadline,
+        watch: Stopwatch,
+    ) -> Procedure:
+        assert self._group is not None and self._packer is not None
+        version = next_version(self.version, [m.label for m in self._fleet.members])
+
+        def count() -> Sequence[str]:
+            self.version = version
+            return counted(version)
+
+        policy = Policy(
+            pause_mode=self.options.effective_pause_mode(),
+            flush=self.options.flush_wanted(),
+            on_failure=self.options.on_failure,
+            label=str(version),
+            counted=count,
+        )
+        plan = self._plan(weights)
+        return Procedure(self._fleet, self._group, self._packer, plan, policy, deadline, watch)
+
+    def _plan(self, weights: Sequence[Weight]) -> Plan:
+        assert self._group is not None
+        default = DEFAULT_BUCKET_BYTES[self._group.device.type]
+        return plan_buckets(weights, self.options.bucket_bytes or default)
+
+    # -- bookkeeping --------------------------------------------------------------------
+
+    @contextmanager
+    def _exclusively(self, deadline: Deadline) -> Iterator[None]:
+        if not self._busy.acquire(timeout=deadline.remaining()):
+            raise UpdateTimeout(
+                f"another update was still running after {deadline.seconds:.1f} s", phase="plan"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _reporting(self, watch: Stopwatch) -> Iterator[list[Procedure]]:
+        """Every failure leaves as a WeightUpdateError that carries the report."""
+        attempt: list[Procedure] = []
+        try:
+            yield attempt
+        except Exception as error:
+            failure = wrapped(error, watch.phase)
+            if failure.phase == "configure":
+                failure.phase = watch.phase
+            failure.report = self._report_of(attempt, watch)
+            raise failure from failure.__cause__
+        except BaseException as interrupt:
+            lines = self._report_of(attempt, watch).engine_lines()
+            interrupt.add_note("the weight update was interrupted; " + "; ".join(lines))
+            raise
+
+    def _report_of(self, attempt: list[Procedure], watch: Stopwatch) -> UpdateReport:
+        if attempt:
+            return attempt[0].report(self.version)
+        return UpdateReport(
+            version=self.version,
+            bytes=0,
+            tensors=0,
+            buckets=0,
+            seconds=watch.finish(),
+            engines=self.engines,
+        )
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                _log.warning(warning)
+
+
+def _refuse_meta(weights: Sequence[Weight]) -> None:
+    meta = [weight.spec.name for weight in weights if weight.device.type == "meta"]
+    if meta:
+        raise ConfigurationError(
+            f"{len(meta)} weight(s) are on the meta device and have no values: {meta[0]!r}, ...",
+            phase="plan",
+            remedy="register the model that holds the trained values",
+        )

@@ -1,0 +1,22 @@
+"""Version numbers: they move once, and never below a label that an engine shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def next_version(current: int, labels: Iterable[str | None]) -> int:
+    """The version that the next successful update gets.
+
+    Args:
+        current: The last version this trainer counted; 0 before the first.
+        labels: What the engines show.
+
+    Example:
+        >>> next_version(0, ["default", None])
+        1
+        >>> next_version(0, ["7", "default"])
+        8
+    """
+    shown = (int(label) for label in labels if label is not None and label.isdecimal())
+    return max(current, *shown, 0) + 1

@@ -1,0 +1,178 @@
+"""Extraction: any source of weights becomes one flat list of dotted names and lazy values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from weight_update.errors import ConfigurationError, WeightMismatchError
+from weight_update.weights.lora import adapter_model, merged_copy, merged_tensors
+from weight_update.weights.names import bare_name, unwrap
+from weight_update.weights.specs import TensorSpec, Weight
+
+Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+
+
+def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Names, dtypes and shapes that an update of ``model`` sends, in send order.
+
+    Names are those of the bare model's ``state_dict`` (parameters and persistent buffers),
+    merged names for a LoRA model; tied tensors appear once, under their first name. The model
+    is not touched and nothing is copied.
+
+    Args:
+        model: The training model, wrapped by DDP, ``torch.compile`` or PEFT or not.
+
+    Returns:
+        Name to (dtype, full shape).
+
+    Raises:
+        ConfigurationError: The model has no parameters.
+
+    Example:
+        >>> get_model_metadata(nn.Linear(2, 3))
+        {'weight': (torch.float32, torch.Size([3, 2])), 'bias': (torch.float32, torch.Size([3]))}
+    """
+    specs = (weight.spec for weight in extract_weights(model))
+    return {spec.name: (spec.dtype, torch.Size(spec.shape)) for spec in specs}
+
+
+def extract_weights(source: Any, *, dtype: torch.dtype | None = None) -> tuple[Weight, ...]:
+    """The weights of a module, a mapping or a TensorDict, values read later.
+
+    Args:
+        source: A module, a mapping of names to tensors, or a TensorDict (nested or flat).
+        dtype: Floating tensors are cast to it when they are read; others keep theirs.
+
+    Raises:
+        ConfigurationError: There is nothing in it, or it is no source of weights.
+        WeightMismatchError: An entry is not a tensor.
+
+    Example:
+        >>> [weight.spec.name for weight in extract_weights({"a": torch.zeros(1)})]
+        ['a']
+    """
+    weights = tuple(_with_dtype(weight, dtype) for weight in _weights_of(source))
+    if not weights:
+        raise ConfigurationError(
+            f"{type(source).__name__} has no weights to send",
+            phase="plan",
+            remedy="register the training model, not a client or a wrapper without parameters",
+        )
+    return weights
+
+
+def match_metadata(weights: Iterable[Weight], metadata: Metadata) -> tuple[Weight, ...]:
+    """The weights that ``metadata`` announces, in its order.
+
+    Raises:
+        WeightMismatchError: Some are missing or have another dtype or shape; all are listed.
+    """
+    by_name = {weight.spec.name: weight for weight in weights}
+    problems = [
+        problem
+        for name, (dtype, shape) in metadata.items()
+        if (problem := _objection(name, dtype, tuple(shape), by_name.get(name)))
+    ]
+    if problems:
+        raise WeightMismatchError(
+            f"{len(problems)} weight(s) differ from the metadata: {'; '.join(problems[:20])}",
+            phase="plan",
+            remedy="call init_all_workers_group() again if the model changed on purpose",
+        )
+    return tuple(by_name[name] for name in metadata)
+
+
+def _objection(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], weight: Weight | None
+) -> str | None:
+    if weight is None:
+        return f"Weight {name!r} not found in weights"
+    if weight.spec.dtype != dtype:
+        return f"Weight {name!r} changed dtype: {dtype} announced, {weight.spec.dtype} given"
+    if weight.spec.shape != shape:
+        return f"Weight {name!r} changed shape: {shape} announced, {weight.spec.shape} given"
+    return None
+
+
+def _weights_of(source: Any) -> Iterator[Weight]:
+    if _is_tensordict(source):
+        return _from_mapping(dict(source.flatten_keys(".").items()))
+    if isinstance(source, nn.Module):
+        return _from_module(unwrap(source))
+    if isinstance(source, Mapping):
+        return _from_mapping(source)
+    raise ConfigurationError(
+        f"weights of type {type(source).__name__} cannot be read",
+        phase="plan",
+        remedy="pass a module, a mapping of names to tensors, or a TensorDict",
+    )
+
+
+def _is_tensordict(source: Any) -> bool:
+    # A TensorDict can only exist once tensordict was imported; importing it here would cost
+    # every user of plain modules a second.
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(source, tensordict.TensorDictBase)
+
+
+def _from_mapping(tensors: Mapping[str, Any]) -> Iterator[Weight]:
+    wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
+    if wrong:
+        raise WeightMismatchError(f"not tensors: {', '.join(map(repr, wrong[:20]))}", phase="plan")
+    for name, tensor in tensors.items():
+        yield _weight(name, tensor)
+
+
+def _from_module(module: nn.Module) -> Iterator[Weight]:
+    base = adapter_model(module)
+    if base is not None:
+        entries = merged_tensors(base)
+    else:
+        state = merged_copy(module).state_dict(keep_vars=True)
+        entries = ((name, value, None) for name, value in state.items())
+    seen: set[object] = set()
+    for name, value, read in entries:
+        if not isinstance(value, torch.Tensor) or (key := _identity(value)) in seen:
+            continue  # extra state, or a tied tensor that already travels under its first name
+        seen.add(key)
+        weight = _weight(bare_name(name), value)
+        yield weight if read is None else Weight(weight.spec, weight.device, read)
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    address = 0 if tensor.is_meta or tensor.numel() == 0 else tensor.data_ptr()
+    if not address:
+        return id(tensor)
+    return (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _weight(name: str, tensor: torch.Tensor) -> Weight:
+    if tensor.layout is not torch.strided:
+        raise ConfigurationError(f"weight {name!r} is {tensor.layout}, not dense", phase="plan")
+    _refuse_shards(name, tensor)
+    return Weight(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), tensor.device, tensor.detach)
+
+
+def _refuse_shards(name: str, tensor: torch.Tensor) -> None:
+    if hasattr(tensor, "full_tensor"):
+        raise ConfigurationError(
+            f"weight {name!r} is a shard of a distributed tensor",
+            phase="plan",
+            remedy="gather on every rank (full_tensor()) and pass the mapping on rank 0",
+        )
+
+
+def _with_dtype(weight: Weight, dtype: torch.dtype | None) -> Weight:
+    spec = weight.spec
+    if dtype is None or dtype == spec.dtype or not spec.dtype.is_floating_point:
+        return weight
+    return Weight(
+        TensorSpec(spec.name, dtype, spec.shape),
+        weight.device,
+        lambda: weight.read().to(dtype),
+    )

@@ -1,0 +1,140 @@
+"""LoRA: the weights as `merge_and_unload` would give them, one layer at a time."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from weight_update.errors import ConfigurationError
+
+Entry = tuple[str, Any, Callable[[], torch.Tensor] | None]
+
+
+def adapter_model(module: nn.Module) -> nn.Module | None:
+    """The base model inside a PEFT model, adapters still in place; None without adapters."""
+    if any(_is_tuner_layer(child) for child in module.modules()):
+        get_base_model = getattr(module, "get_base_model", None)
+        return get_base_model() if callable(get_base_model) else module
+    return None
+
+
+def merged_copy(module: nn.Module) -> nn.Module:
+    """``module``, or a merged copy of one whose adapters are not PEFT's but can be merged.
+
+    Only the foreign model knows how it merges, so here (and only here) the whole model is
+    copied for the time of an update.
+    """
+    if not callable(getattr(module, "merge_and_unload", None)):
+        return module
+    logging.getLogger("weight_update").warning(
+        "%s merges adapters of its own: the whole model is copied for each update",
+        type(module).__name__,
+    )
+    merged = copy.deepcopy(module).merge_and_unload()
+    if not isinstance(merged, nn.Module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.merge_and_unload() returned no module", phase="plan"
+        )
+    return merged
+
+
+def merged_tensors(base: nn.Module) -> Iterator[Entry]:
+    """Names, tensors and readers of the merged model, in the base model's order.
+
+    A reader is given where the value must be computed; the tensor then stands for its dtype,
+    shape and identity. Nothing of the model is copied before a reader is called.
+    """
+    wrapped = dict(_replaced_modules(base))
+    done: set[str] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        path = _owner(name, wrapped)
+        if path is None:
+            yield name, tensor, None
+        elif path not in done:
+            done.add(path)
+            yield from _replacement(path, wrapped[path])
+
+
+class _MergedLayer:
+    """Merges a layer when its first tensor is read, and forgets each tensor once it is given."""
+
+    def __init__(self, path: str, layer: Any) -> None:
+        self._path = path
+        self._layer = layer
+        self._ready: dict[str, torch.Tensor] = {}
+
+    def entries(self) -> Iterator[Entry]:
+        for key, tensor in self._layer.get_base_layer().state_dict(keep_vars=True).items():
+            if not tensor.is_floating_point():
+                raise ConfigurationError(
+                    f"{self._path}.{key} is a quantised base ({tensor.dtype}) under an adapter",
+                    phase="plan",
+                    remedy="dequantise the base model, or push the adapter by itself",
+                )
+            yield f"{self._path}.{key}", tensor, lambda key=key: self.read(key)
+
+    def read(self, key: str) -> torch.Tensor:
+        if key not in self._ready:
+            self._ready = _merge(self._layer)
+        return self._ready.pop(key)
+
+
+def _merge(layer: Any) -> dict[str, torch.Tensor]:
+    # In fp32 on a copy of this one layer: merging in place and undoing it is not an inverse
+    # in bf16, and erodes the base a little at every update.
+    dtypes = {key: tensor.dtype for key, tensor in layer.get_base_layer().state_dict().items()}
+    with torch.no_grad():
+        scratch = copy.deepcopy(layer).float()
+        scratch.merge()
+        merged = scratch.get_base_layer().state_dict()
+        return {key: tensor.detach().to(dtypes[key]) for key, tensor in merged.items()}
+
+
+def _replaced_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    inside: list[str] = []
+    for path, module in base.named_modules(remove_duplicate=False):
+        if any(path.startswith(f"{outer}.") for outer in inside[-1:]):
+            continue
+        if _is_tuner_layer(module) or _saved_copy(module) is not None:
+            inside.append(path)
+            yield path, module
+
+
+def _replacement(path: str, module: nn.Module) -> Iterator[Entry]:
+    saved = _saved_copy(module)
+    if saved is None:
+        yield from _MergedLayer(path, module).entries()
+        return
+    for key, tensor in saved.state_dict(keep_vars=True).items():
+        yield f"{path}.{key}", tensor, None
+
+
+def _owner(name: str, wrapped: dict[str, nn.Module]) -> str | None:
+    path = name
+    while "." in path:
+        path = path.rpartition(".")[0]
+        if path in wrapped:
+            return path
+    return None
+
+
+def _saved_copy(module: nn.Module) -> nn.Module | None:
+    """The trained copy that PEFT's `modules_to_save` keeps beside the original module."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict) or not hasattr(module, "original_module"):
+        return None
+    active = getattr(module, "active_adapter", None) or next(iter(copies), None)
+    active = active[0] if isinstance(active, (list, tuple)) else active
+    return copies[active] if active in copies else module.original_module
+
+
+def _is_tuner_layer(module: nn.Module) -> bool:
+    # Adapters can only exist once peft was imported.
+    layers = sys.modules.get("peft.tuners.tuners_utils")
+    return layers is not None and isinstance(module, layers.BaseTunerLayer)
