@@ -61,9 +61,8 @@ class WeightUpdateError(RuntimeError):
         self.report: UpdateReport | None = None
 
     def __str__(self) -> str:
-        place = [] if self.phase == "configure" else [self.phase]
-        place += [self.engine] if self.engine else []
-        text = ": ".join([*place, self.message])
+        phase = "" if self.phase == "configure" else self.phase
+        text = ": ".join(part for part in (phase, self.engine, self.message) if part)
         if self.remedy:
             text += f" [{self.remedy}]"
         if self.report is not None:

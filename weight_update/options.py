@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 import torch
@@ -29,8 +29,6 @@ BUCKET_BYTES_VARIABLE = "WEIGHT_UPDATE_BUCKET_BYTES"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,11 @@ class UpdateOptions:
     def effective_pause_mode(self) -> PauseMode:
         """The argument, else the environment, else ``retract``; read anew at every call."""
         if self.pause_mode is not None:
-            return check_choice("pause_mode", self.pause_mode, PauseMode)
-        value = os.environ.get(PAUSE_MODE_VARIABLE, "").strip().lower()
-        return check_choice(PAUSE_MODE_VARIABLE, value or "retract", PauseMode)
+            check_choice("pause_mode", self.pause_mode, PauseMode)
+            return self.pause_mode
+        value = os.environ.get(PAUSE_MODE_VARIABLE, "").strip().lower() or "retract"
+        check_choice(PAUSE_MODE_VARIABLE, value, PauseMode)
+        return cast("PauseMode", value)
 
     def flush_wanted(self) -> bool:
         """Whether the prefix cache should be flushed; the environment wins when it is set."""
@@ -114,20 +114,20 @@ class UpdateOptions:
         return self.flush_cache_on_update is not False
 
 
-def check_choice(name: str, value: Any, accepted: Any) -> Any:
-    """Returns ``value`` if it is one of the literals of ``accepted``.
+def check_choice(name: str, value: Any, accepted: Any) -> None:
+    """Raises unless ``value`` is one of the literals of ``accepted``.
 
     Raises:
-        ConfigurationError: Otherwise; the text lists what is accepted.
+        ConfigurationError: The text lists what is accepted.
 
     Example:
-        >>> check_choice("pause_mode", "retract", PauseMode)
-        'retract'
+        >>> check_choice("pause_mode", "retarct", PauseMode)
+        Traceback (most recent call last):
+        weight_update.errors.ConfigurationError: pause_mode='retarct' is unknown; accepted: ...
     """
     if not isinstance(value, str) or value not in get_args(accepted):
         choices = ", ".join(repr(choice) for choice in get_args(accepted))
         raise ConfigurationError(f"{name}={value!r} is unknown; accepted: {choices}")
-    return value
 
 
 def check_positive(name: str, value: Any, number: type = int) -> None:

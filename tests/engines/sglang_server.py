@@ -113,6 +113,11 @@ class SGLangServer:
             raise RuntimeError(f"/{route} answered {answer.status_code}: {answer.text}")
         return answer.json()
 
+    def label(self) -> str:
+        """The version label that the server shows."""
+        answer = requests.get(f"{self.url}/model_info", timeout=REQUEST_TIMEOUT)
+        return str(answer.json()["weight_version"])
+
     def log_tail(self, lines: int = 40) -> str:
         """Return the last lines that the server wrote."""
         text = self.log_path.read_text(errors="replace")

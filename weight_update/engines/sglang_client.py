@@ -67,9 +67,7 @@ class SGLangClient:
 
     def destroy_group(self, group_name: str, deadline: Deadline) -> None:
         """Drops a group; one that the server does not know is no error."""
-        self._call(
-            "/destroy_weights_update_group", "connect", deadline, {"group_name": group_name}
-        )
+        self._call("/destroy_weights_update_group", "connect", deadline, {"group_name": group_name})
 
     def pause(self, mode: str, deadline: Deadline) -> None:
         """Pauses generation."""
@@ -148,9 +146,7 @@ class SGLangClient:
             raise self._http.rejection(response, phase=phase)
 
 
-def update_request(
-    bucket: Bucket, *, group_name: str, flat: bool, flush: bool
-) -> dict[str, Any]:
+def update_request(bucket: Bucket, *, group_name: str, flat: bool, flush: bool) -> dict[str, Any]:
     """The body of an update request.
 
     Requests in flight are never aborted, and no version is written: the label moves once,

@@ -105,7 +105,8 @@ class SGLangWeightSyncScheme(CollectorScheme):
         use_proxies: bool = False,
         on_failure: OnFailure = "hold",
     ) -> None:
-        super().__init__(check_choice("strategy", strategy, Strategy))
+        check_choice("strategy", strategy, Strategy)
+        super().__init__(strategy)
         urls = parse_server_urls(server_url)
         self.server_url = urls[0] if isinstance(server_url, str) else list(urls)
         self.strategy_name = self.strategy_str = strategy

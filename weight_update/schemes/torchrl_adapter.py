@@ -5,7 +5,7 @@
 | ``_init_on_sender_impl`` | the hook of ``init_on_sender``; the base class has none that works |
 | ``_init_on_receiver_impl`` | the same for workers |
 | ``_register_worker_sender`` | ``send()`` finds no transport without it |
-| ``_sender_transports``, ``_receiver_transport`` | kept by the base when it pickles; ours drops them |
+| ``_sender_transports``, ``_receiver_transport`` | pickled by the base; ours drops them |
 """
 
 from __future__ import annotations

@@ -176,14 +176,14 @@ class SGLangCollectiveTransport:
             raise WeightUpdateError("Model metadata not set")
         return self.update(weights)
 
-    def update(self, weights: Any, counted: Counted = lambda version: ()) -> UpdateReport:
+    def update(self, weights: Any, counted: Counted | None = None) -> UpdateReport:
         """Runs one update; makes the group first if there is none.
 
         Args:
             weights: What to send; matched with the metadata if there is one.
             counted: Called with the new version before any engine continues.
         """
-        return self._updater.update(self.plan(weights), counted=counted)
+        return self._updater.update(self.plan(weights), counted=counted or _nothing)
 
     def plan(self, weights: Any) -> tuple[Weight, ...]:
         """The weights that an update would send, checked against the metadata.
@@ -213,7 +213,12 @@ class SGLangCollectiveTransport:
         self._updater.connect(_default_device())
 
     def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: Any = None, weights: Any = None, model: Any = None, strategy: Any = None
+        self,
+        *,
+        worker_idx: Any = None,
+        weights: Any = None,
+        model: Any = None,
+        strategy: Any = None,
     ) -> None:
         """Nothing: the servers own the receivers."""
 
@@ -236,6 +241,10 @@ def _rebuild(
     server_url: str | list[str], rank: int, options: UpdateOptions
 ) -> SGLangCollectiveTransport:
     return SGLangCollectiveTransport(server_url, rank=rank, options=options)
+
+
+def _nothing(_: int) -> Sequence[str]:
+    return ()
 
 
 def _ranks_of(world_size: Any) -> int | None:

@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,8 +19,6 @@ from weight_update.options import UpdateOptions
 from weight_update.transports import torch_private
 from weight_update.transports.address import check_address, choose_address, listen
 from weight_update.waiting import spawn
-
-GroupBackend = Literal["nccl", "gloo"]
 
 
 class UpdateGroup:
@@ -46,7 +44,6 @@ class UpdateGroup:
         self.address = address
         self.world_size = world_size
         self.device = device
-        self.backend: GroupBackend = "nccl" if device.type == "cuda" else "gloo"
         listener = listen(address, port)
         self.port: int = listener.getsockname()[1]
         tcp_store = torch_private.serve_store(address, self.port, world_size, listener.detach())
@@ -56,6 +53,11 @@ class UpdateGroup:
         self._building: Future[list[Any]] | None = None
         self._built = self.backend == "gloo"
         self.given_up = False
+
+    @property
+    def backend(self) -> str:
+        """The torch backend, by device; the engines must use the same."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def join(self) -> None:
         """Joins as rank 0; blocks until every peer came or :meth:`give_up` is called."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from weight_update.errors import ConfigurationError
 
@@ -26,7 +26,7 @@ class RendezvousAbandoned(RuntimeError):
     """The trainer stopped waiting for its peers."""
 
 
-class AbandonableStore(Store):  # type: ignore[misc]
+class AbandonableStore(Store):
     """A store whose waits end as soon as the trainer gives the rendezvous up.
 
     A gloo group is built in a constructor that blocks until every peer has come, and nothing
@@ -44,7 +44,8 @@ class AbandonableStore(Store):  # type: ignore[misc]
         self._abandoned = True
 
     def set(self, key: str, value: Any) -> None:  # noqa: D102
-        self._inner.set(key, value if isinstance(value, (str, bytes)) else bytes(value))
+        inner: Any = self._inner
+        inner.set(key, value if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:  # noqa: D102
         return self._inner.get(key)
@@ -92,11 +93,12 @@ def build_gloo(store: Store, world_size: int, address: str) -> Any:
     """Joins a gloo group as rank 0, listening on ``address``; blocks until all peers came."""
     from torch._C._distributed_c10d import ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = _FOREVER  # deadlines are kept by the caller, who drops the group
     options._threads = 2
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    return ProcessGroupGloo(store, 0, world_size, options)
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, 0, world_size, options)
 
 
 def build_nccl(store: Store, world_size: int, group_name: str) -> Any:
@@ -107,14 +109,15 @@ def build_nccl(store: Store, world_size: int, group_name: str) -> Any:
         raise ConfigurationError(
             "this torch has no NCCL", remedy="use backend='gloo', or a CUDA build of torch"
         ) from error
-    options = ProcessGroupNCCL.Options()
+    nccl: Any = ProcessGroupNCCL
+    options = nccl.Options()
     options.is_high_priority_stream = False
     # Past the group's own time-out torch's watchdog ends the whole process; the caller's
     # deadline aborts the communicator long before.
     options._timeout = _FOREVER
     options.group_name = group_name
     options.global_ranks_in_group = list(range(world_size))
-    return ProcessGroupNCCL(store, 0, world_size, options)
+    return nccl(store, 0, world_size, options)
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> Any:

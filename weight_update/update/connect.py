@@ -39,7 +39,9 @@ def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
     share, odd = divmod((num_gpus or 0) - told, unknown) if unknown else (0, 0)
     if unknown and (share < 1 or odd):
         raise ConfigurationError(
-            "the servers do not say how many ranks they run", phase="connect", remedy="set num_gpus="
+            "the servers do not say how many ranks they run",
+            phase="connect",
+            remedy="set num_gpus=",
         )
     offset = 1
     for member, ranks in zip(fleet.members, known, strict=True):
@@ -48,7 +50,9 @@ def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
     return offset
 
 
-def join(fleet: Fleet, open_group: Callable[[], Group], world_size: int, deadline: Deadline) -> Group:
+def join(
+    fleet: Fleet, open_group: Callable[[], Group], world_size: int, deadline: Deadline
+) -> Group:
     """Opens a group and has every engine join it.
 
     The engines' answers are watched while the trainer waits in the rendezvous, so a server

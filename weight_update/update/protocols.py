@@ -105,9 +105,12 @@ class Group(Protocol):
     name: str
     address: str
     port: int
-    backend: str
     device: torch.device
     given_up: bool
+
+    @property
+    def backend(self) -> str:
+        """The torch backend that the engines must use too."""
 
     def join(self) -> None:
         """Joins as rank 0; blocks until every peer came or the group is given up."""

@@ -26,9 +26,7 @@ _ANSWER_SECONDS = 1.0
 STALE_CACHE = "weights new, cache stale"
 
 
-def settle(
-    fleet: Fleet, group: Group, policy: Policy, phase: Phase, error: BaseException
-) -> None:
+def settle(fleet: Fleet, group: Group, policy: Policy, phase: Phase, error: BaseException) -> None:
     """Brings every engine of a failed attempt into a known state, all at once, bounded.
 
     Args:
@@ -61,7 +59,8 @@ def _settle_member(
     try:
         _tidy(member, policy, grace)
     except (EngineUnreachable, UpdateTimeout) as error:
-        return _lost(member, error, grace)
+        _lost(member, error, grace)
+        return
     except WeightUpdateError as error:
         member.doubt = member.doubt or error.message
     member.state = _state_of(member)
@@ -112,7 +111,7 @@ def _flush(member: Member, policy: Policy, grace: Deadline) -> None:
 def _state_of(member: Member) -> EngineState:
     if member.state is EngineState.NEW:
         return EngineState.NEW
-    if 0 < member.confirmed and not member.doubt:
+    if member.confirmed and not member.doubt:
         member.doubt = f"{member.confirmed} of {member.buckets} buckets applied"
     if not member.doubt:
         return EngineState.OLD

@@ -25,7 +25,7 @@ from weight_update.update.procedure import Procedure, Stopwatch
 from weight_update.update.protocols import Engine, Group, Packer
 from weight_update.update.versions import next_version
 from weight_update.waiting import Deadline
-from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Plan, plan_buckets
+from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from weight_update.weights.specs import TensorSpec, Weight
 
 _log = logging.getLogger("weight_update")
@@ -132,7 +132,7 @@ class Updater:
             return procedure.report(self.version)
 
     def flush_cache(self) -> bool:
-        """Flushes every engine's prefix cache once; False if one did not, with the reason logged."""
+        """Flushes every prefix cache once; False if one was not, and the log says why."""
         deadline = Deadline(min(_FLUSH_SECONDS, self.options.timeout))
 
         def flush(member: Member) -> None:
@@ -182,13 +182,13 @@ class Updater:
         It is built by the first broadcast, in 0.4-0.8 s; engines join one only inside an
         update, so this is an update of one number that no loader keeps.
         """
-        assert self._group is not None and self._packer is not None
+        group, packer = self._wire()
         name = self._fleet.members[0].engine.harmless_name
         value = torch.ones(1, device=device)
         weight = Weight(TensorSpec(name, torch.float32, (1,)), device, lambda: value)
         policy = Policy("retract", flush=False, on_failure="resume")
         plan = plan_buckets([weight], 1)
-        Procedure(self._fleet, self._group, self._packer, plan, policy, deadline).run()
+        Procedure(self._fleet, group, packer, plan, policy, deadline).run()
 
     def _wire_device(self, device: torch.device) -> torch.device:
         device = parse_device(self.options.device) or device
@@ -226,7 +226,7 @@ class Updater:
         deadline: Deadline,
         watch: Stopwatch,
     ) -> Procedure:
-        assert self._group is not None and self._packer is not None
+        group, packer = self._wire()
         version = next_version(self.version, [m.label for m in self._fleet.members])
 
         def count() -> Sequence[str]:
@@ -240,13 +240,14 @@ class Updater:
             label=str(version),
             counted=count,
         )
-        plan = self._plan(weights)
-        return Procedure(self._fleet, self._group, self._packer, plan, policy, deadline, watch)
+        default = DEFAULT_BUCKET_BYTES[group.device.type]
+        plan = plan_buckets(weights, self.options.bucket_bytes or default)
+        return Procedure(self._fleet, group, packer, plan, policy, deadline, watch)
 
-    def _plan(self, weights: Sequence[Weight]) -> Plan:
-        assert self._group is not None
-        default = DEFAULT_BUCKET_BYTES[self._group.device.type]
-        return plan_buckets(weights, self.options.bucket_bytes or default)
+    def _wire(self) -> tuple[Group, Packer]:
+        if self._group is None or self._packer is None:
+            raise WeightUpdateError("Communication group not initialized")
+        return self._group, self._packer
 
     # -- bookkeeping --------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class Updater:
         attempt: list[Procedure] = []
         try:
             yield attempt
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - re-raised with its report
             failure = wrapped(error, watch.phase)
             if failure.phase == "configure":
                 failure.phase = watch.phase

@@ -6,6 +6,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ Entry = tuple[str, Any, Callable[[], torch.Tensor] | None]
 def adapter_model(module: nn.Module) -> nn.Module | None:
     """The base model inside a PEFT model, adapters still in place; None without adapters."""
     if any(_is_tuner_layer(child) for child in module.modules()):
-        get_base_model = getattr(module, "get_base_model", None)
-        return get_base_model() if callable(get_base_model) else module
+        if not hasattr(module, "get_base_model"):
+            return module
+        peft_model: Any = module
+        base: nn.Module = peft_model.get_base_model()
+        return base
     return None
 
 
@@ -36,7 +40,8 @@ def merged_copy(module: nn.Module) -> nn.Module:
         "%s merges adapters of its own: the whole model is copied for each update",
         type(module).__name__,
     )
-    merged = copy.deepcopy(module).merge_and_unload()
+    foreign: Any = copy.deepcopy(module)
+    merged = foreign.merge_and_unload()
     if not isinstance(merged, nn.Module):
         raise ConfigurationError(
             f"{type(module).__name__}.merge_and_unload() returned no module", phase="plan"
@@ -77,7 +82,7 @@ class _MergedLayer:
                     phase="plan",
                     remedy="dequantise the base model, or push the adapter by itself",
                 )
-            yield f"{self._path}.{key}", tensor, lambda key=key: self.read(key)
+            yield f"{self._path}.{key}", tensor, partial(self.read, key)
 
     def read(self, key: str) -> torch.Tensor:
         if key not in self._ready:
@@ -127,11 +132,12 @@ def _owner(name: str, wrapped: dict[str, nn.Module]) -> str | None:
 def _saved_copy(module: nn.Module) -> nn.Module | None:
     """The trained copy that PEFT's `modules_to_save` keeps beside the original module."""
     copies = getattr(module, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict) or not hasattr(module, "original_module"):
+    original = getattr(module, "original_module", None)
+    if not isinstance(copies, nn.ModuleDict) or not isinstance(original, nn.Module):
         return None
-    active = getattr(module, "active_adapter", None) or next(iter(copies), None)
-    active = active[0] if isinstance(active, (list, tuple)) else active
-    return copies[active] if active in copies else module.original_module
+    active = getattr(module, "active_adapter", None) or next(iter(copies), "")
+    name = active[0] if isinstance(active, (list, tuple)) else str(active)
+    return copies[name] if name in copies else original  # noqa: SIM401 - no get() there
 
 
 def _is_tuner_layer(module: nn.Module) -> bool:

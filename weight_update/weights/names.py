@@ -35,6 +35,7 @@ def bare_name(name: str) -> str:
 
 def _inner(module: nn.Module) -> nn.Module | None:
     if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return module.module
+        wrapped: nn.Module = module.module
+        return wrapped
     compiled = getattr(module, "_orig_mod", None)
     return compiled if isinstance(compiled, nn.Module) else None
