@@ -66,7 +66,8 @@ class WeightUpdateError(RuntimeError):
         if self.remedy:
             text += f" [{self.remedy}]"
         if self.report is not None:
-            text += "".join(f"\n  {line}" for line in self.report.engine_lines())
+            lines = (line.replace(f": {self.message}", "") for line in self.report.engine_lines())
+            text += "".join(f"\n  {line}" for line in lines)
         return text
 
 

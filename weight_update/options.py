@@ -231,8 +231,8 @@ def read_text(variable: str) -> str | None:
 def read_secret(argument: str | None, variable: str) -> str | None:
     """An API key from the argument or else the environment, trimmed; None when empty."""
     value = argument if argument is not None else os.environ.get(variable, "")
-    if not isinstance(value, str) or any(ord(c) < 32 for c in value.strip()):
-        raise ConfigurationError(f"{variable.lower()} must be one line of text")
+    if not isinstance(value, str) or not all(" " <= c <= "~" for c in value.strip()):
+        raise ConfigurationError(f"{variable.lower()} must be one line of ASCII text")
     return value.strip() or None
 
 
@@ -246,7 +246,8 @@ def parse_server_urls(server_url: str | Sequence[str]) -> tuple[str, ...]:
         >>> parse_server_urls("http://a:30000/")
         ('http://a:30000',)
     """
-    given = [server_url] if isinstance(server_url, str) else list(server_url)
+    several = isinstance(server_url, Sequence) and not isinstance(server_url, (str, bytes))
+    given = list(server_url) if several else [server_url]
     if not given:
         raise ConfigurationError("server_url is empty", remedy="name at least one engine")
     urls = tuple(_checked_url(url) for url in given)
@@ -260,17 +261,19 @@ def _checked_url(url: Any) -> str:
     if not isinstance(url, str):
         raise ConfigurationError(f"server_url={url!r} must be text such as 'http://host:30000'")
     trimmed = url.strip().rstrip("/")
-    parts = urlsplit(trimmed)
-    if "@" in parts.netloc:
+    if "@" in trimmed:
+        host = trimmed.rpartition("@")[2]
         raise ConfigurationError(
-            f"server_url for host {parts.hostname!r} carries credentials", remedy="use api_key="
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise ConfigurationError(
-            f"server_url={url!r} needs a scheme and a host", remedy="write 'http://host:30000'"
+            f"server_url for {host!r} carries credentials", remedy="use api_key="
         )
     try:
+        parts = urlsplit(trimmed)
         parts.port  # noqa: B018 - reading it checks it
     except ValueError as error:
         raise ConfigurationError(f"server_url={url!r}: {error}") from error
+    known = parts.scheme in ("http", "https") and parts.hostname
+    if not known or parts.query or parts.fragment:
+        raise ConfigurationError(
+            f"server_url={url!r} needs a scheme and a host", remedy="write 'http://host:30000'"
+        )
     return trimmed

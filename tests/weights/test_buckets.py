@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import ceil
 
 import pytest
@@ -106,7 +107,7 @@ def test_no_two_neighbours_would_have_fitted_into_one_bucket(
 ) -> None:
     buckets = plan_buckets(weights, limit).buckets
 
-    for bucket, following in zip(buckets, buckets[1:], strict=False):
+    for bucket, following in pairwise(buckets):
         first = min(following.weights, key=position)
         assert bucket.nbytes + first.spec.nbytes > limit
 

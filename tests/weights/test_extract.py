@@ -252,7 +252,7 @@ def test_a_mapping_entry_that_is_no_tensor_is_named(value: Any) -> None:
 
 
 def test_a_sparse_weight_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="'w' is torch.sparse_coo"):
+    with pytest.raises(ConfigurationError, match=r"'w' is torch.sparse_coo"):
         extract_weights({"w": torch.eye(2).to_sparse()})
 
 
@@ -392,5 +392,5 @@ def test_a_merge_that_returns_no_module_is_refused_by_class_name() -> None:
         def merge_and_unload(self) -> None:
             return None
 
-    with pytest.raises(ConfigurationError, match="Broken.merge_and_unload"):
+    with pytest.raises(ConfigurationError, match=r"Broken.merge_and_unload"):
         extract_weights(Broken())

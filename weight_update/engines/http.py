@@ -147,8 +147,13 @@ def words_of(response: requests.Response) -> str:
 
 def _cause(error: BaseException) -> str:
     """The innermost reason, without the pool objects that urllib3 wraps around it."""
-    reason = getattr(error.args[0], "reason", None) if error.args else None
-    return str(reason or error).rpartition(">: ")[2][:_QUOTED_CHARACTERS]
+    while error.args and isinstance(inner := _inner_cause(error), BaseException):
+        error = inner
+    return str(error).rpartition(">: ")[2][:_QUOTED_CHARACTERS]
+
+
+def _inner_cause(error: BaseException) -> object:
+    return getattr(error, "reason", None) or error.args[-1]
 
 
 def _remedy(status: int) -> str:

@@ -69,6 +69,10 @@ class UpdateGroup:
         if self.given_up:
             self.give_up()
 
+    def arrived(self, rank: int) -> bool:
+        """Whether a rank has come to the rendezvous; NCCL ranks never wait in it."""
+        return self.backend == "nccl" or torch_private.has_arrived(self._store, rank)
+
     def missing_rank(self) -> int | None:
         """The rank that :meth:`join` is waiting for right now, when that is known."""
         key = next(iter(self._store.awaited), "")

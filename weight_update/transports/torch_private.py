@@ -35,13 +35,23 @@ class AbandonableStore(Store):
 
     def __init__(self, inner: Store) -> None:
         super().__init__()
-        self._inner = inner
-        self._abandoned = False
+        self._held: Store | None = inner
         self.awaited: tuple[str, ...] = ()
 
     def abandon(self) -> None:
-        """Makes the wait that is running, and every later one, raise."""
-        self._abandoned = True
+        """Makes the wait that is running, and every later one, raise, and closes the store.
+
+        The store lives as long as anything refers to it, and with it every peer that waits
+        in the rendezvous: tracebacks must not decide when that is.
+        """
+        self._held = None
+
+    @property
+    def _inner(self) -> Store:
+        held = self._held
+        if held is None:
+            raise RendezvousAbandoned(f"nobody set {', '.join(self.awaited) or 'anything'}")
+        return held
 
     def set(self, key: str, value: Any) -> None:  # noqa: D102
         inner: Any = self._inner
@@ -59,8 +69,6 @@ class AbandonableStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: D102
         self.awaited = tuple(keys)
         while not self._inner.check(list(keys)):
-            if self._abandoned:
-                raise RendezvousAbandoned(f"nobody set {', '.join(keys)}")
             time.sleep(_POLL_SECONDS)
         self.awaited = ()
 
@@ -87,6 +95,11 @@ def group_store(store: Store, group_name: str, device_type: str) -> AbandonableS
     inner = PrefixStore(group_name, store)
     inner = PrefixStore(f"{group_name}/", inner)
     return AbandonableStore(PrefixStore(f"{device_type}/", inner))
+
+
+def has_arrived(store: Store, rank: int) -> bool:
+    """Whether a gloo rank has announced its address, which it does before it waits for others."""
+    return store.check([f"0/{rank}"])
 
 
 def build_gloo(store: Store, world_size: int, address: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
@@ -11,6 +12,7 @@ from weight_update.update.protocols import Group
 from weight_update.waiting import Deadline, spawn
 
 _WATCH_SECONDS = 0.05
+_LINGER_SECONDS = 300.0
 
 
 def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
@@ -79,10 +81,34 @@ def join(
     try:
         _watch(fleet, group, spawn(group.join), deadline)
     except BaseException:
-        group.give_up()
-        leave(fleet, group)
+        _dissolve(fleet, group)
         raise
     return group
+
+
+def _dissolve(fleet: Fleet, group: Group) -> None:
+    """Gives a half-made group up, in the background.
+
+    An engine that was told of the rendezvous and finds nobody there tries for half an hour,
+    and answers nothing meanwhile. So it stays up until every invited engine has come or
+    answered; then closing it sends them all away at once.
+    """
+    invited = [
+        (m.call, range(m.rank_offset, m.rank_offset + (m.engine.ranks or 1)))
+        for m in fleet.members
+        if m.call is not None
+    ]
+
+    def wait_then_close() -> None:
+        limit = Deadline(_LINGER_SECONDS)
+        while not limit.expired() and not all(
+            call.done() or all(map(group.arrived, ranks)) for call, ranks in invited
+        ):
+            time.sleep(_WATCH_SECONDS)
+        group.give_up()
+        leave(fleet, group)
+
+    spawn(wait_then_close)
 
 
 def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:

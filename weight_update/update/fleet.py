@@ -105,8 +105,9 @@ class Fleet:
             call.result()
         if pending:
             late = [member.url for call, member in calls.items() if call in pending]
+            others = f"; nor from {', '.join(late[1:])}" if late[1:] else ""
             raise UpdateTimeout(
-                f"no answer from {', '.join(late)} within {deadline.seconds:.1f} s",
+                f"no answer within {deadline.seconds:.1f} s{others}",
                 engine=late[0],
                 phase=phase,
             )

@@ -115,6 +115,9 @@ class Group(Protocol):
     def join(self) -> None:
         """Joins as rank 0; blocks until every peer came or the group is given up."""
 
+    def arrived(self, rank: int) -> bool:
+        """Whether a rank has come to the rendezvous, as far as that can be seen."""
+
     def missing_rank(self) -> int | None:
         """The rank that is waited for right now, when that is known."""
 

@@ -63,6 +63,7 @@ def plan_buckets(weights: Sequence[Weight], bucket_bytes: int) -> Plan:
         bucket_bytes: Upper bound of a bucket of several tensors, in bytes.
 
     Example:
+        >>> import torch
         >>> from weight_update.weights.extract import extract_weights
         >>> tensors = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(9)}
         >>> plan = plan_buckets(extract_weights(tensors), bucket_bytes=16)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightMismatchError
-from weight_update.weights.lora import adapter_model, merged_copy, merged_tensors
+from weight_update.weights.lora import Changes, adapter_model, merged_copy, merged_tensors
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.specs import TensorSpec, Weight
 
@@ -134,14 +134,27 @@ def _from_module(module: nn.Module) -> Iterator[Weight]:
         entries = merged_tensors(base)
     else:
         state = merged_copy(module).state_dict(keep_vars=True)
-        entries = ((name, value, None) for name, value in state.items())
-    seen: set[object] = set()
-    for name, value, read in entries:
-        if not isinstance(value, torch.Tensor) or (key := _identity(value)) in seen:
-            continue  # extra state, or a tied tensor that already travels under its first name
-        seen.add(key)
+        entries = ((name, value, None, Changes()) for name, value in state.items())
+    seen: dict[object, tuple[str, Changes]] = {}
+    for name, value, read, changes in entries:
+        if not isinstance(value, torch.Tensor):
+            continue  # extra state
+        first, first_changes = seen.setdefault(_identity(value), (name, changes))
+        if first_changes != changes:
+            raise _torn(first, name)
+        if first != name:
+            continue  # a tied tensor that already travels under its first name
+        _refuse_packed(name, value)
         weight = _weight(bare_name(name), value)
         yield weight if read is None else Weight(weight.spec, weight.device, read)
+
+
+def _torn(first: str, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"weights {first!r} and {name!r} are tied, and the adapters do not change them alike",
+        phase="plan",
+        remedy="set ensure_weight_tying=True in the LoraConfig, or keep adapters off both",
+    )
 
 
 def _identity(tensor: torch.Tensor) -> object:
@@ -164,6 +177,16 @@ def _refuse_shards(name: str, tensor: torch.Tensor) -> None:
             f"weight {name!r} is a shard of a distributed tensor",
             phase="plan",
             remedy="gather on every rank (full_tensor()) and pass the mapping on rank 0",
+        )
+
+
+def _refuse_packed(name: str, tensor: torch.Tensor) -> None:
+    is_weight = isinstance(tensor, nn.Parameter) or name.rpartition(".")[2] == "weight"
+    if is_weight and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigurationError(
+            f"weight {name!r} is quantised: {tensor.dtype} of shape {tuple(tensor.shape)}",
+            phase="plan",
+            remedy="dequantise the model, or pass a mapping of the tensors that the engine loads",
         )
 
 

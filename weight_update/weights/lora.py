@@ -14,7 +14,10 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError
 
-Entry = tuple[str, Any, Callable[[], torch.Tensor] | None]
+Changes = frozenset[int]
+"""Where the adapters that change a tensor are stored; empty for a tensor sent as it is."""
+
+Entry = tuple[str, Any, Callable[[], torch.Tensor] | None, Changes]
 
 
 def adapter_model(module: nn.Module) -> nn.Module | None:
@@ -50,7 +53,7 @@ def merged_copy(module: nn.Module) -> nn.Module:
 
 
 def merged_tensors(base: nn.Module) -> Iterator[Entry]:
-    """Names, tensors and readers of the merged model, in the base model's order.
+    """Names, tensors, readers and changes of the merged model, in the base model's order.
 
     A reader is given where the value must be computed; the tensor then stands for its dtype,
     shape and identity. Nothing of the model is copied before a reader is called.
@@ -60,7 +63,7 @@ def merged_tensors(base: nn.Module) -> Iterator[Entry]:
     for name, tensor in base.state_dict(keep_vars=True).items():
         path = _owner(name, wrapped)
         if path is None:
-            yield name, tensor, None
+            yield name, tensor, None, Changes()
         elif path not in done:
             done.add(path)
             yield from _replacement(path, wrapped[path])
@@ -75,6 +78,9 @@ class _MergedLayer:
         self._ready: dict[str, torch.Tensor] = {}
 
     def entries(self) -> Iterator[Entry]:
+        _refuse_unmergeable(self._path, self._layer)
+        base = {id(parameter) for parameter in self._layer.get_base_layer().parameters()}
+        changes = Changes(p.data_ptr() for p in self._layer.parameters() if id(p) not in base)
         for key, tensor in self._layer.get_base_layer().state_dict(keep_vars=True).items():
             if not tensor.is_floating_point():
                 raise ConfigurationError(
@@ -82,7 +88,7 @@ class _MergedLayer:
                     phase="plan",
                     remedy="dequantise the base model, or push the adapter by itself",
                 )
-            yield f"{self._path}.{key}", tensor, partial(self.read, key)
+            yield f"{self._path}.{key}", tensor, partial(self.read, key), changes
 
     def read(self, key: str) -> torch.Tensor:
         if key not in self._ready:
@@ -96,9 +102,36 @@ def _merge(layer: Any) -> dict[str, torch.Tensor]:
     dtypes = {key: tensor.dtype for key, tensor in layer.get_base_layer().state_dict().items()}
     with torch.no_grad():
         scratch = copy.deepcopy(layer).float()
-        scratch.merge()
+        for adapted in _chain(scratch):
+            adapted.merge()
         merged = scratch.get_base_layer().state_dict()
         return {key: tensor.detach().to(dtypes[key]) for key, tensor in merged.items()}
+
+
+def _chain(layer: Any) -> Iterator[Any]:
+    """The layer and the adapters inside it: PEFT nests one for each parameter of a module."""
+    while _is_tuner_layer(layer):
+        yield layer
+        layer = layer.base_layer
+
+
+def _refuse_unmergeable(path: str, layer: Any) -> None:
+    # A merge runs while the engine is paused, so what cannot be merged is found out before.
+    base = layer.get_base_layer()
+    layers = sys.modules["peft.tuners.tuners_utils"]
+    if any(type(adapted).merge is layers.BaseTunerLayer.merge for adapted in _chain(layer)):
+        reason = "adapters of this type cannot be merged"
+    elif any(_is_tuner_layer(child) for child in base.modules()):
+        reason = "its base layer holds adapters of its own"
+    elif any(getattr(layer, "lora_bias", {}).values()) and getattr(base, "bias", None) is None:
+        reason = "lora_bias=True needs a base layer with a bias"
+    else:
+        return
+    raise ConfigurationError(
+        f"the adapter of {path!r} ({type(layer).__name__}) cannot be merged: {reason}",
+        phase="plan",
+        remedy="use an adapter that merge_and_unload() takes, or pass a mapping of the weights",
+    )
 
 
 def _replaced_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -117,7 +150,7 @@ def _replacement(path: str, module: nn.Module) -> Iterator[Entry]:
         yield from _MergedLayer(path, module).entries()
         return
     for key, tensor in saved.state_dict(keep_vars=True).items():
-        yield f"{path}.{key}", tensor, None
+        yield f"{path}.{key}", tensor, None, Changes()
 
 
 def _owner(name: str, wrapped: dict[str, nn.Module]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 # Attribute names under which torch's own wrappers keep the module they wrap. `module` is not
@@ -11,6 +13,8 @@ _INFIXES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The trained module inside ``torch.compile``, DDP and DataParallel, in any nesting.
+
+    A policy class that does nothing but hold one transformers model is such a wrapper too.
 
     Example:
         >>> inner = nn.Linear(1, 1)
@@ -38,4 +42,24 @@ def _inner(module: nn.Module) -> nn.Module | None:
         wrapped: nn.Module = module.module
         return wrapped
     compiled = getattr(module, "_orig_mod", None)
-    return compiled if isinstance(compiled, nn.Module) else None
+    return compiled if isinstance(compiled, nn.Module) else _held_model(module)
+
+
+def _held_model(module: nn.Module) -> nn.Module | None:
+    """The language model that ``module`` holds, if nothing else in it has weights."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    if own or len(children) != 1 or _is_language_model(module):
+        return None
+    held = unwrap(children[0])
+    return held if _is_language_model(held) else None
+
+
+def _is_language_model(module: nn.Module) -> bool:
+    # Such a model can only exist once its library was imported.
+    homes = (("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"))
+    return any(
+        isinstance(module, getattr(sys.modules[home], name, ()))
+        for home, name in homes
+        if home in sys.modules
+    )

@@ -1,0 +1,80 @@
+"""Deadlines and daemon threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from weight_update.waiting import Deadline, spawn
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_deadline_counts_down_and_never_below_zero() -> None:
+    clock = Clock()
+    deadline = Deadline(10.0, clock)
+
+    clock.now += 4.0
+    assert deadline.remaining() == 6.0
+    assert not deadline.expired()
+
+    clock.now += 60.0
+    assert deadline.remaining() == 0.0
+    assert deadline.expired()
+
+
+@pytest.mark.parametrize(("seconds", "remaining"), [(2.0, 2.0), (50.0, 6.0), (6.0, 6.0)])
+def test_a_part_of_a_deadline_never_outlives_it(seconds: float, remaining: float) -> None:
+    clock = Clock()
+    deadline = Deadline(10.0, clock)
+    clock.now += 4.0
+
+    part = deadline.at_most(seconds)
+
+    assert part.remaining() == remaining
+
+
+def test_a_deadline_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline = Deadline(10.0)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+
+    assert 9.0 < deadline.remaining() <= 10.0
+
+
+def test_a_spawned_call_gives_its_result() -> None:
+    assert spawn(max, 3, 5).result(timeout=5) == 5
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_spawned_call_gives_its_error_whatever_it_is(kind: type[BaseException]) -> None:
+    def fail() -> None:
+        raise kind("inside")
+
+    with pytest.raises(kind, match="inside"):
+        spawn(fail).result(timeout=5)
+
+
+def test_spawned_calls_never_wait_for_each_other() -> None:
+    release = threading.Event()
+    stuck = [spawn(release.wait) for _ in range(40)]
+
+    assert spawn(lambda: "free").result(timeout=5) == "free"
+
+    release.set()
+    assert all(future.result(timeout=5) for future in stuck)
+
+
+def test_a_stuck_call_does_not_keep_the_interpreter_alive() -> None:
+    code = "import time; from weight_update.waiting import spawn; spawn(time.sleep, 600)"
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=10)

@@ -1,0 +1,1 @@
+"""A demo: a tiny policy learns to count because its weights reach a live engine every step."""

@@ -1,0 +1,138 @@
+"""The whole demo: start the engines, train with pushes and without, gather the evidence."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weight_update import SGLangWeightSender, SGLangWeightSyncScheme
+from weight_update.demo.display import Display
+from weight_update.demo.engines import Engine, EngineKind, start_engine, wait_until_ready
+from weight_update.demo.policy import Policy, make_model, save_checkpoint
+from weight_update.demo.proof import Evidence, Greedy, Requests, Run
+from weight_update.demo.provenance import Provenance, Verdict
+from weight_update.demo.sampler import REQUESTS_IN_FLIGHT, EngineClient, Sampler
+from weight_update.demo.task import PROMPTS
+from weight_update.demo.training import train
+
+STEPS = 60
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line decides.
+
+    Attributes:
+        engine: Which engine to train against.
+        steps: Steps of the training run, and of the control run.
+        seed: Seed of the trainer's first weights; the engine starts from the next one's.
+        push: Whether weights are pushed; without, the proof must fail.
+    """
+
+    engine: EngineKind = "reference"
+    steps: int = STEPS
+    seed: int = 0
+    push: bool = True
+
+
+def run(options: Options, display: Display) -> Evidence:
+    """Run the demo and return what it measured.
+
+    Raises:
+        DemoError: An engine is missing or failed.
+        WeightUpdateError: An update failed.
+    """
+    torch.set_num_threads(1)  # the engine needs the other core
+    base = make_model(options.seed + 1)
+    with _engines(options, base, display) as (live, control):
+        client = EngineClient(live.url)
+        policy = Policy(options.seed)
+        before = _greedy(client, policy)
+        display.say(f"The engine is process {live.pid}, with weights of its own.")
+        display.outputs("Before the first push", before)
+        live_run = _live_run(options, live, policy, base, display)
+        after = _greedy(client, policy)
+        display.outputs("After the last push", after)
+        control_run = _control_run(options, control, base, display)
+        name = f"{options.engine} {client.release()}"
+        return Evidence(name, before, after, live_run, control_run)
+
+
+@contextmanager
+def _engines(
+    options: Options, base: torch.nn.Module, display: Display
+) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines with the same weights: one to push to, and one to leave alone."""
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weight-update-")))
+        save_checkpoint(base, home / "model")
+        display.say(f"Starting two engines ({options.engine}): one to push to, one as a control.")
+        live, control = (_started(options.engine, home, stack) for _ in range(2))
+        wait_until_ready(live)
+        wait_until_ready(control)
+        yield live, control
+
+
+def _started(kind: EngineKind, home: Path, stack: ExitStack) -> Engine:
+    engine = start_engine(kind, home / "model", home)
+    stack.callback(engine.stop)
+    return engine
+
+
+def _live_run(
+    options: Options, engine: Engine, policy: Policy, base: torch.nn.Module, display: Display
+) -> Run:
+    title = f"Training: {options.steps} steps, {REQUESTS_IN_FLIGHT} requests in flight, " + (
+        "the weights pushed every step" if options.push else "and no weights pushed"
+    )
+    scheme = SGLangWeightSyncScheme(engine.url, pause_mode="retract", timeout=60.0)
+    with scheme.create_sender() as sender:
+        used = sender if options.push else None
+        return train_against(engine, policy, base, used, options.steps, display, title)
+
+
+def _control_run(options: Options, engine: Engine, base: torch.nn.Module, display: Display) -> Run:
+    title = f"Control: the same {options.steps} steps, but no weights are pushed"
+    policy = Policy(options.seed)
+    return train_against(engine, policy, base, None, options.steps, display, title)
+
+
+def train_against(
+    engine: Engine,
+    policy: Policy,
+    base: torch.nn.Module,
+    sender: SGLangWeightSender | None,
+    steps: int,
+    display: Display,
+    title: str,
+) -> Run:
+    """Train against an engine, and gather what the proof needs.
+
+    Args:
+        engine: Where the samples come from.
+        policy: What learns.
+        base: A model with the weights that the engine serves.
+        sender: Brings the weights there; None for none.
+        steps: How many steps.
+        display: Where they are shown.
+        title: What they are called there.
+    """
+    client = EngineClient(engine.url)
+    first = client.version()
+    provenance = Provenance(first, base)
+    with Sampler(client, first) as sampler:
+        taken = display.follow(title, train(policy, sampler, provenance, sender, steps), steps)
+        rest = sampler.drain()
+    verdict = sum((step.verdict for step in taken), Verdict()) + provenance.check(rest)
+    requests = Requests(sampler.asked, sampler.returned, sampler.lost)
+    return Run(tuple(taken), verdict, requests, first, client.version())
+
+
+def _greedy(client: EngineClient, policy: Policy) -> Greedy:
+    engine = tuple(client.greedy(prompt) for prompt in PROMPTS)
+    return Greedy(engine, tuple(policy.greedy(prompt) for prompt in PROMPTS))
