@@ -245,8 +245,17 @@ def test_two_hundred_extractions_leave_a_bf16_model_bit_identical(make_llama) ->
     assert all(same_bits(after[name], before[name]) for name in before)
 
 
-def test_a_bf16_merge_is_computed_in_fp32_and_cast_once(make_llama) -> None:
-    model = plain(make_llama(dtype=torch.bfloat16))
+def bf16_adapters(llama: nn.Module) -> PeftModel:
+    return train_a_little(get_peft_model(llama, config(), autocast_adapter_dtype=False))
+
+
+@pytest.mark.parametrize(
+    "adapt",
+    [plain, two_active_adapters, VARIANTS["DoRA"], bf16_adapters],
+    ids=["plain", "two adapters", "DoRA", "bf16 adapters"],
+)
+def test_a_bf16_merge_is_computed_in_fp32_and_cast_once(make_llama, adapt) -> None:
+    model = adapt(make_llama(dtype=torch.bfloat16))
     in_fp32 = copy.deepcopy(model).float().merge_and_unload().state_dict()
 
     got = payload(model)

@@ -30,7 +30,7 @@ _EPILOG = """\
 exit status: 0 if all of it was proven, 1 if not, 2 for wrong arguments.
 
 examples:
-  python -m weight_update.demo                  about a minute on two cores
+  python -m weight_update.demo                  half a minute on two cores
   python -m weight_update.demo --engine sglang  a real SGLang on the CPU (make engines)
   python -m weight_update.demo --no-push        watch the proof fail
 """

@@ -14,14 +14,15 @@ from weight_update.demo.proof import Claim, Greedy, example
 from weight_update.demo.task import PROMPTS, spell
 from weight_update.demo.training import Step
 
-_ROWS = 14
+_MILESTONES = 10
+_LATEST = 4
 _PLAIN_LINES = 12
 _BAR = 8
 _PHASES = ("pause", "drain", "begin", "transfer", "end", "flush", "stamp", "continue")
 _COLUMNS = ("pause", "transfer", "flush", "continue")
 _HEADINGS = (
-    *(" step", "  reward", " version", " carried", " update\n ms"),
-    *(" pause", " trans-\n fer", " flush", " conti-\n nue", " rest", "  GB/s"),
+    *("step", "reward", "version", "carried", "update\nms"),
+    *("pause", "trans-\nfer", "flush", "conti-\nnue", "rest", "GB/s"),
 )
 _EXAMPLE = 3
 
@@ -71,15 +72,16 @@ class Display:
     def follow(self, title: str, steps: Iterable[Step], total: int) -> list[Step]:
         """Show steps as they happen, and return them."""
         if self._console.is_terminal:
-            return self._live(title, steps)
+            return self._live(title, steps, total)
         return self._plain(title, steps, total)
 
-    def _live(self, title: str, steps: Iterable[Step]) -> list[Step]:
+    def _live(self, title: str, steps: Iterable[Step], total: int) -> list[Step]:
         seen: list[Step] = []
-        with Live(step_table(title, seen), console=self._console, auto_refresh=False) as live:
+        table = step_table(title, milestones(seen, total))
+        with Live(table, console=self._console, auto_refresh=False) as live:
             for step in steps:
                 seen.append(step)
-                live.update(step_table(title, seen), refresh=True)
+                live.update(step_table(title, milestones(seen, total)), refresh=True)
         return seen
 
     def _plain(self, title: str, steps: Iterable[Step], total: int) -> list[Step]:
@@ -88,7 +90,7 @@ class Display:
         seen: list[Step] = []
         for step in steps:
             seen.append(step)
-            if step.number in (1, total) or step.number % every == 0:
+            if is_milestone(step.number, total, every):
                 self.say(step_line(step))
         return seen
 
@@ -100,23 +102,36 @@ class Display:
             self._console.print(mark + Text(claim.text))
             self._console.print(Text(f"    {claim.numbers}", "dim"), soft_wrap=True)
         failed = sum(not claim.proven for claim in claims)
-        closing = (
-            Text(f"NOT PROVEN: {failed} of {len(claims)} claims failed", "bold red")
-            if failed
-            else Text(f"All {len(claims)} claims proven", "bold green")
-        )
+        closing = Text(f"All {len(claims)} claims proven", "bold green")
+        if failed:
+            closing = Text(f"NOT PROVEN: {failed} of {len(claims)} claims failed", "bold red")
+        closing += Text(f", in {seconds:.0f} s; {report} has the numbers.")
         self.say("")
-        self._console.print(
-            closing + Text(f", in {seconds:.0f} s; {report} has the numbers."), soft_wrap=True
-        )
+        self._console.print(closing, soft_wrap=True)
+
+
+def is_milestone(number: int, total: int, every: int) -> bool:
+    """Whether a step is worth keeping in view: the first, the last, and some between."""
+    return number in (1, total) or number % every == 0
+
+
+def milestones(steps: Sequence[Step], total: int) -> list[Step]:
+    """The latest steps, and enough of the earlier ones to see the way from the first."""
+    every = max(total // _MILESTONES, 1)
+    return [
+        step
+        for step in steps
+        if step.number > len(steps) - _LATEST or is_milestone(step.number, total, every)
+    ]
 
 
 def step_table(title: str, steps: Sequence[Step]) -> Table:
-    """The table of the latest steps; it fits a terminal of 80 columns."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 0))
+    """A table of steps; it fits a terminal of 80 columns."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    table.padding = (0, 0, 0, 1)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
-    for step in steps[-_ROWS:]:
+    for step in steps:
         drawn = Text(f"{step.reward:.2f} ") + Text(bar(step.reward), "green")
         table.add_row(str(step.number), drawn, step.version, str(step.carried), *_timings(step))
     return table

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from weight_update.errors import ConfigurationError
+from weight_update.waiting import Deadline
+
+# A fixed port may still be held by the group that this process has just given up.
+_PORT_SECONDS = 2.0
 
 
 def choose_address(urls: Sequence[str]) -> str:
@@ -60,19 +65,30 @@ def listen(address: str, port: int | None) -> socket.socket:
     Raises:
         ConfigurationError: The address is not this host's, or the port is taken.
     """
+    patience = Deadline(_PORT_SECONDS if port else 0.0)
+    while True:
+        try:
+            return _bound(address, port)
+        except OSError as error:
+            if patience.expired():
+                raise ConfigurationError(
+                    f"cannot listen on master_address={address!r}, master_port={port}: {error}",
+                    phase="connect",
+                    remedy="leave master_port=None to take a free port",
+                ) from error
+        time.sleep(0.05)
+
+
+def _bound(address: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in _resolve(address) else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port or 0))
         listener.listen(512)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise ConfigurationError(
-            f"cannot listen on master_address={address!r}, master_port={port}: {error}",
-            phase="connect",
-            remedy="leave master_port=None to take a free port",
-        ) from error
+        raise
     return listener
 
 

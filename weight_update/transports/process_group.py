@@ -136,24 +136,24 @@ class UpdateGroup:
         gloo: aborting wakes nobody; dropping the last reference closes the sockets, which
         wakes every peer, but can itself block for minutes - hence the thread.
         """
-        self.given_up = True
-        self._store.abandon()
+        repeated, self.given_up = self.given_up, True
         held = [self._group, self._works]
         self._group, self._works = None, []
-        spawn(_abort if self.backend == "nccl" else _drop, held)
+        if held[0] is not None and self.backend == "nccl":
+            spawn(_abort, held, self._store)
+        elif held[0] is not None or not repeated:
+            self._store.abandon()
+            spawn(held.clear)
 
 
 def _broadcast_all(group: Any, tensors: list[torch.Tensor]) -> list[Any]:
     return [torch_private.broadcast(group, tensor) for tensor in tensors]
 
 
-def _abort(held: list[Any]) -> None:
-    if held[0] is not None:
-        held[0].abort()
-
-
-def _drop(held: list[Any]) -> None:
-    held.clear()
+def _abort(held: list[Any], store: torch_private.AbandonableStore) -> None:
+    held[0].abort()
+    held.clear()  # NCCL's monitor reads the store until its group is gone
+    store.abandon()
 
 
 def open_group(

@@ -1,0 +1,46 @@
+# make demo          set up, then train a policy whose weights reach a live engine every step
+# make demo ENGINE=sglang    the same against a real SGLang server (see make engines)
+# make test          set up, then run the tests
+# make engines       install the real engines for the CPU, each in its own environment
+# make check         ruff, formatting, types
+#
+# PYTHON       the interpreter of the new environment
+# TORCH        what pip installs as torch; on Linux the package index serves the CUDA build
+#              (several GB). For the CPU build elsewhere: make TORCH_INDEX_URL=... test
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX_URL ?=
+ENGINE ?= reference
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test check engines clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml requirements/dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || \
+	  $(BIN)/python -m pip install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(BIN)/python -m pip install -q -r requirements/dev.txt
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(READY) $(if $(filter sglang,$(ENGINE)),engines)
+	$(BIN)/python -m weight_update.demo --engine $(ENGINE)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+engines: $(READY)
+	bash scripts/engines/install_sglang.sh
+
+clean:
+	rm -rf $(VENV) .engines demo-report.json

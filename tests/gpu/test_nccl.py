@@ -1,0 +1,144 @@
+"""NCCL between two GPUs: the trainer on the first, a reference engine on the second.
+
+Run it where two GPUs are: ``pytest tests/gpu``. Elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from weight_update import EngineRejected, EngineState, UpdateTimeout, WeightUpdateError
+from weight_update.reference_engine import Fault, ReferenceEngine
+from weight_update.schemes.transport import SGLangCollectiveTransport
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+UPDATE = "/update_weights_from_distributed"
+PROMPT = [3, 14, 15]
+
+
+def tiny(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).cuda(0).eval()
+
+
+def greedy(model: Any, length: int) -> list[int]:
+    prompt = torch.tensor([PROMPT], device="cuda:0")
+    tokens = model.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=None)
+    return [int(token) for token in tokens[0, len(PROMPT) :]][:length]
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    return tiny(0), tiny(1)
+
+
+@pytest.fixture
+def engine(models: tuple[Any, Any]) -> Iterator[ReferenceEngine]:
+    with ReferenceEngine(models[0].cpu(), device="cuda:1") as engine:
+        models[0].cuda(0)
+        yield engine
+
+
+def generated(engine: ReferenceEngine, length: int = 7) -> list[int]:
+    return list(engine.generate(PROMPT, length, ignore_eos=True)["output_ids"])[:length]
+
+
+def test_the_engine_generates_with_the_new_weights(
+    engine: ReferenceEngine, models: tuple[Any, Any]
+) -> None:
+    before, after = models
+    assert generated(engine) == greedy(before, 7)
+    transport = SGLangCollectiveTransport(engine.url, timeout=60)
+
+    reports = [transport.update(after), transport.update(before), transport.update(after)]
+
+    print(*reports, sep="\n")
+    assert generated(engine) == greedy(after, 7)
+    assert [report.version for report in reports] == [1, 2, 3]
+    transport.shutdown()
+
+
+def test_the_process_keeps_its_settings(engine: ReferenceEngine, models: tuple[Any, Any]) -> None:
+    torch.cuda.set_device(1)
+    settings = {key: value for key, value in os.environ.items() if "NCCL" in key}
+    transport = SGLangCollectiveTransport(engine.url, timeout=60)
+
+    transport.update(models[1])
+
+    assert torch.cuda.current_device() == 1
+    assert settings == {key: value for key, value in os.environ.items() if "NCCL" in key}
+    transport.shutdown()
+    torch.cuda.set_device(0)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_refusal_ends_the_attempt_within_two_seconds_and_the_next_group_works(
+    engine: ReferenceEngine, models: tuple[Any, Any], connected: bool
+) -> None:
+    transport = SGLangCollectiveTransport(engine.url, timeout=60)
+    if connected:
+        transport.update(models[0])
+    engine.inject(Fault(UPDATE, "refuse", message="no thanks", times=1))
+    start = time.monotonic()
+
+    with pytest.raises(EngineRejected, match="no thanks") as failure:
+        transport.update(models[1])
+
+    print(f"refused after {time.monotonic() - start:.2f} s: {failure.value}")
+    if connected:
+        assert time.monotonic() - start < 2.5
+    assert generated(engine) == greedy(models[0], 7)
+    transport.update(models[1])
+    assert generated(engine) == greedy(models[1], 7)
+    transport.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["hang", "stop", "die"])
+def test_a_peer_that_never_receives_costs_no_more_than_the_deadline(
+    engine: ReferenceEngine, models: tuple[Any, Any], kind: Any
+) -> None:
+    transport = SGLangCollectiveTransport(engine.url, timeout=8)
+    transport.update(models[0])
+    engine.inject(Fault(UPDATE, kind, times=1))
+    start = time.monotonic()
+
+    with pytest.raises(WeightUpdateError) as failure:
+        transport.update(models[1])
+
+    elapsed = time.monotonic() - start
+    print(f"{kind}: {elapsed:.2f} s: {failure.value}")
+    assert elapsed < 10.5
+    assert isinstance(failure.value, UpdateTimeout) or kind == "die"
+    assert failure.value.report is not None
+    state = failure.value.report.engines[engine.url].state
+    assert state in (EngineState.MIXED, EngineState.UNREACHABLE)
+    transport.shutdown()
+
+
+def test_a_large_model_moves_at_a_good_part_of_the_link(engine: ReferenceEngine) -> None:
+    weights = {f"layers.{i}.weight": torch.randn(4096, 4096, device="cuda:0") for i in range(64)}
+    transport = SGLangCollectiveTransport(engine.url, timeout=60)
+
+    reports = [transport.update(weights) for _ in range(5)]
+
+    print(*(f"{r.gigabytes_per_second:.1f} GB/s {r}" for r in reports), sep="\n")
+    assert torch.cuda.memory_allocated(0) < 12e9
+    transport.shutdown()

@@ -1,0 +1,180 @@
+"""Tiny models, what they generate, and what an engine was asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from weight_update import SGLangWeightSender, SGLangWeightSyncScheme
+from weight_update.reference_engine import ReferenceEngine
+
+PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
+TOKENS = 8
+
+INIT = "/init_weights_update_group"
+PAUSE = "/pause_generation"
+BEGIN = "/begin_weight_update"
+UPDATE = "/update_weights_from_distributed"
+END = "/end_weight_update"
+FLUSH = "/flush_cache"
+STAMP = "/update_weight_version"
+CONTINUE = "/continue_generation"
+STEPS = (PAUSE, BEGIN, UPDATE, END, FLUSH, STAMP, CONTINUE)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+@cache
+def llama(seed: int) -> LlamaForCausalLM:
+    """A random Llama (seed 0 is A, 1 is B); shared, so tests must not change it."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).eval()
+
+
+def greedy(model: Any, prompt: Sequence[int] = PROMPT, count: int = TOKENS) -> list[int]:
+    """What transformers generates greedily."""
+    ids = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+        )
+    return list(out[0, len(prompt) :].tolist())
+
+
+@cache
+def tokens_of(seed: int) -> list[int]:
+    """What :func:`llama` generates for ``PROMPT``."""
+    return greedy(llama(seed))
+
+
+def served(engine: ReferenceEngine) -> list[int]:
+    """What an engine generates for ``PROMPT``."""
+    return list(engine.generate(PROMPT, TOKENS, timeout=10)["output_ids"])
+
+
+def label(engine: ReferenceEngine) -> str:
+    """The version that an engine shows."""
+    return str(engine.call("GET", "/model_info", timeout=10)["weight_version"])
+
+
+def relabel(engine: ReferenceEngine, version: str) -> None:
+    """Write the version label without a sender."""
+    engine.call("POST", STAMP, {"new_version": version, "abort_all_requests": False})
+
+
+def is_paused(engine: ReferenceEngine) -> bool:
+    """Whether an engine holds new requests."""
+    try:
+        engine.call("GET", "/ready", timeout=10)
+    except RuntimeError:
+        return True
+    return False
+
+
+def make_sender(
+    engines: Sequence[ReferenceEngine] | ReferenceEngine, **options: Any
+) -> SGLangWeightSender:
+    """A sender for one engine or several, with a bound that no test waits for."""
+    urls = engines.url if isinstance(engines, ReferenceEngine) else [e.url for e in engines]
+    return SGLangWeightSyncScheme(urls, **{"timeout": 20.0, **options}).create_sender()
+
+
+def push(engines: Sequence[ReferenceEngine] | ReferenceEngine, model: Any) -> None:
+    """Bring a model into engines with a sender of its own."""
+    with make_sender(engines) as sender:
+        sender.update_weights(model)
+
+
+class Log:
+    """What engines were asked since this object was made."""
+
+    def __init__(self, *engines: ReferenceEngine) -> None:
+        self._start = {engine.url: len(engine.requests()) for engine in engines}
+
+    def records(self, engine: ReferenceEngine, path: str | None = None) -> list[dict[str, Any]]:
+        """Requests in order of arrival, without probes."""
+        found = engine.requests()[self._start[engine.url] :]
+        return [r for r in found if r["method"] != "OPTIONS" and path in (None, r["path"])]
+
+    def count(self, engine: ReferenceEngine, path: str) -> int:
+        """How many requests a route got."""
+        return len(self.records(engine, path))
+
+    def bodies(self, engine: ReferenceEngine, path: str) -> list[dict[str, Any]]:
+        """The JSON of a route's requests."""
+        return [record["json"] for record in self.records(engine, path)]
+
+    def steps(self, engine: ReferenceEngine) -> list[str]:
+        """The routes of the update procedure, in order, repetitions folded."""
+        paths = [r["path"] for r in self.records(engine) if r["path"] in STEPS]
+        return [path for i, path in enumerate(paths) if i == 0 or paths[i - 1] != path]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Poll until ``condition`` is true and return it."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "condition never came true"
+        time.sleep(0.01)
+    return value
+
+
+def running(engine: ReferenceEngine) -> int:
+    """Running requests."""
+    return int(engine.call("GET", "/v1/loads")["loads"][0]["num_running_reqs"])
+
+
+@contextmanager
+def takes_at_most(seconds: float) -> Iterator[None]:
+    """Fail if the block takes longer."""
+    start = time.monotonic()
+    yield
+    elapsed = time.monotonic() - start
+    assert elapsed <= seconds, f"took {elapsed:.2f} s, at most {seconds} s allowed"
+
+
+def wake(engine: ReferenceEngine) -> None:
+    """Let a frozen engine go on."""
+    os.kill(engine.pid, signal.SIGCONT)
+    wait_for(lambda: engine.call("GET", "/ping", timeout=10) == "")
+
+
+def revive(engine: ReferenceEngine) -> None:
+    """Make a shared engine usable again, whatever a test did to it."""
+    if engine.process.poll() is None:
+        wake(engine)
+        with suppress(OSError, RuntimeError):
+            engine.clear_faults()
+            _settle(engine)
+            return
+    engine.restart()
+
+
+def _settle(engine: ReferenceEngine) -> None:
+    with suppress(RuntimeError):  # there is usually no session to end
+        engine.call("POST", END, timeout=5)
+    engine.call("POST", CONTINUE, {}, timeout=5)
+    engine._exchange("POST", "/abort_request", {"abort_all": True}, 5)
+    engine.generate([1], 1, timeout=5)
