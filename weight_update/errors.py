@@ -68,6 +68,8 @@ class WeightUpdateError(RuntimeError):
         if self.report is not None:
             lines = (line.replace(f": {self.message}", "") for line in self.report.engine_lines())
             text += "".join(f"\n  {line}" for line in lines)
+            if any(outcome.held for outcome in self.report.engines.values()):
+                text += "\n  next: update_weights() again; a full push heals and resumes them"
         return text
 
 

@@ -49,6 +49,11 @@ class EngineOutcome:
     paused: bool
     detail: str = ""
 
+    @property
+    def held(self) -> bool:
+        """Whether it is kept paused because its weights are mixed."""
+        return self.paused and self.state is EngineState.MIXED
+
     def __str__(self) -> str:
         pause = ", paused" if self.paused else ""
         detail = f": {self.detail}" if self.detail else ""

@@ -68,7 +68,7 @@ def test_the_engine_generates_with_the_new_weights(
     assert generated(engine) == greedy(before, 7)
     transport = SGLangCollectiveTransport(engine.url, timeout=60)
 
-    reports = [transport.update(after), transport.update(before), transport.update(after)]
+    reports = [transport.update(lambda m=m: m) for m in (after, before, after)]
 
     print(*reports, sep="\n")
     assert generated(engine) == greedy(after, 7)
@@ -81,7 +81,7 @@ def test_the_process_keeps_its_settings(engine: ReferenceEngine, models: tuple[A
     settings = {key: value for key, value in os.environ.items() if "NCCL" in key}
     transport = SGLangCollectiveTransport(engine.url, timeout=60)
 
-    transport.update(models[1])
+    transport.update(lambda: models[1])
 
     assert torch.cuda.current_device() == 1
     assert settings == {key: value for key, value in os.environ.items() if "NCCL" in key}
@@ -95,18 +95,18 @@ def test_a_refusal_ends_the_attempt_within_two_seconds_and_the_next_group_works(
 ) -> None:
     transport = SGLangCollectiveTransport(engine.url, timeout=60)
     if connected:
-        transport.update(models[0])
+        transport.update(lambda: models[0])
     engine.inject(Fault(UPDATE, "refuse", message="no thanks", times=1))
     start = time.monotonic()
 
     with pytest.raises(EngineRejected, match="no thanks") as failure:
-        transport.update(models[1])
+        transport.update(lambda: models[1])
 
     print(f"refused after {time.monotonic() - start:.2f} s: {failure.value}")
     if connected:
         assert time.monotonic() - start < 2.5
     assert generated(engine) == greedy(models[0], 7)
-    transport.update(models[1])
+    transport.update(lambda: models[1])
     assert generated(engine) == greedy(models[1], 7)
     transport.shutdown()
 
@@ -116,12 +116,12 @@ def test_a_peer_that_never_receives_costs_no_more_than_the_deadline(
     engine: ReferenceEngine, models: tuple[Any, Any], kind: Any
 ) -> None:
     transport = SGLangCollectiveTransport(engine.url, timeout=8)
-    transport.update(models[0])
+    transport.update(lambda: models[0])
     engine.inject(Fault(UPDATE, kind, times=1))
     start = time.monotonic()
 
     with pytest.raises(WeightUpdateError) as failure:
-        transport.update(models[1])
+        transport.update(lambda: models[1])
 
     elapsed = time.monotonic() - start
     print(f"{kind}: {elapsed:.2f} s: {failure.value}")
@@ -137,7 +137,7 @@ def test_a_large_model_moves_at_a_good_part_of_the_link(engine: ReferenceEngine)
     weights = {f"layers.{i}.weight": torch.randn(4096, 4096, device="cuda:0") for i in range(64)}
     transport = SGLangCollectiveTransport(engine.url, timeout=60)
 
-    reports = [transport.update(weights) for _ in range(5)]
+    reports = [transport.update(lambda: weights) for _ in range(5)]
 
     print(*(f"{r.gigabytes_per_second:.1f} GB/s {r}" for r in reports), sep="\n")
     assert torch.cuda.memory_allocated(0) < 12e9

@@ -48,10 +48,11 @@ class SGLangWeightSender:
         """Names the model whose weights are sent; it is held weakly.
 
         Raises:
-            ConfigurationError: It is no module.
+            ConfigurationError: It is no module, or one without weights.
         """
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"a torch module is needed, not {type(model).__name__}")
+        extract_weights(model)
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
@@ -102,7 +103,10 @@ class SGLangWeightSender:
             WeightUpdateError: Nothing or not everything was updated; its ``report`` says for
                 each server what it holds and whether it is paused.
         """
-        source = self._model() if weights is None else weights
+
+        def source() -> Any:
+            return self._model() if weights is None else weights
+
         return self._connected_transport().update(source, self._count)
 
     def flush_cache(self) -> bool:

@@ -174,23 +174,18 @@ class SGLangCollectiveTransport:
             raise WeightUpdateError("Communication group not initialized")
         if self._metadata is None:
             raise WeightUpdateError("Model metadata not set")
-        return self.update(weights)
+        return self.update(lambda: weights)
 
-    def update(self, weights: Any, counted: Counted | None = None) -> UpdateReport:
+    def update(self, source: Callable[[], Any], counted: Counted | None = None) -> UpdateReport:
         """Runs one update; makes the group first if there is none.
 
         Args:
-            weights: What to send; matched with the metadata if there is one.
+            source: Returns what to send; matched with the metadata if there is one.
             counted: Called with the new version before any engine continues.
         """
-        return self._updater.update(self.plan(weights), counted=counted or _nothing)
+        return self._updater.update(lambda: self._plan(source()), counted=counted or _nothing)
 
-    def plan(self, weights: Any) -> tuple[Weight, ...]:
-        """The weights that an update would send, checked against the metadata.
-
-        Raises:
-            WeightMismatchError: Some are missing, changed or no tensors.
-        """
+    def _plan(self, weights: Any) -> tuple[Weight, ...]:
         extracted = extract_weights(weights, dtype=self._options.dtype)
         return extracted if self._metadata is None else match_metadata(extracted, self._metadata)
 

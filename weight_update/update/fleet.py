@@ -69,7 +69,9 @@ class Member:
 
     def outcome(self) -> EngineOutcome:
         """The engine's line in the report."""
-        return EngineOutcome(self.url, self.state, self.label, self.maybe_paused, self.detail)
+        clean = self.state in (EngineState.OLD, EngineState.NEW)
+        label = self.label if clean else None
+        return EngineOutcome(self.url, self.state, label, self.maybe_paused, self.detail)
 
 
 class Fleet:

@@ -103,12 +103,15 @@ class Updater:
             self._connect(device, deadline, watch)
 
     def update(
-        self, weights: Sequence[Weight], *, counted: Callable[[int], Sequence[str]]
+        self,
+        read: Callable[[], Sequence[Weight]],
+        *,
+        counted: Callable[[int], Sequence[str]],
     ) -> UpdateReport:
         """Runs one update.
 
         Args:
-            weights: What to send, in order.
+            read: Returns what to send, in order.
             counted: Called with the new version once every engine has everything and before
                 any continues; returns warnings.
 
@@ -122,6 +125,7 @@ class Updater:
         watch = Stopwatch()
         with self._exclusively(deadline), self._reporting(watch) as attempt:
             with watch.running("plan"):
+                weights = read()
                 _refuse_meta(weights)
                 self._observe(deadline)
             self._connect(weights[0].device, deadline, watch)
