@@ -64,7 +64,7 @@ def ask(server: str, tokens: int = 8) -> list[int]:
 
 
 def train(model: PreTrainedModel, servers: list[str], steps: int, push_every: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheme = SGLangWeightSyncScheme(servers)
     print(f"before any push, {PROMPT} goes on {ask(servers[0])}")
     with scheme.create_sender() as sender:  # leaving the block gives up the group
@@ -86,8 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--server", action="append", help="URL of a server; repeatable")
     parser.add_argument("--model", help="checkpoint that the servers serve; needed with --server")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--push-every", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--push-every", type=int, default=4)
     args = parser.parse_args()
     if args.server and not args.model:
         parser.error("--server needs --model, the checkpoint that the servers serve")

@@ -137,7 +137,9 @@ def test_importing_it_is_light():
         "import sys, weight_update.reference_engine\n"
         "print(sorted({'torch', 'transformers', 'starlette', 'uvicorn'} & set(sys.modules)))\n"
     )
-    out = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]", out.stderr
 
 

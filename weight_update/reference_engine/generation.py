@@ -217,9 +217,12 @@ def _choose(logits: torch.Tensor, group: Sequence[GenerateRequest]) -> Iterator[
     logprobs = torch.log_softmax(logits / heats, dim=-1)
     best = logprobs.argmax(dim=-1).tolist()
     for row, request, token in zip(logprobs, group, best, strict=True):
-        if request.sampling.temperature:
-            token = _sample(row.exp(), request.sampling.top_p, request.random)
-        yield token, float(row[token])
+        sampling = request.sampling
+        drawn = (
+            _sample(row.exp(), sampling.top_p, request.random) if sampling.temperature else token
+        )
+
+        yield drawn, float(row[drawn])
 
 
 def _sample(probabilities: torch.Tensor, top_p: float, random: torch.Generator | None) -> int:
