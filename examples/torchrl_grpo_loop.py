@@ -70,21 +70,26 @@ class Collector:
         self._session.trust_env = False  # a server of this cluster: past any proxy
 
     def increment_version(self) -> None:
+        """Count an update; every server has the new weights and none generates yet."""
         self.policy_version += 1
 
     def collect(self) -> TensorDict:
+        """Ask for one group of samples a prompt."""
         prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
         sampling = {"max_new_tokens": ANSWER, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         response = self._session.post(self._url, json=body, timeout=300)
         response.raise_for_status()
-        return torch.stack([sample_of(*pair) for pair in zip(prompts, response.json())])
+        answers = zip(prompts, response.json(), strict=True)
+        return torch.stack([sample_of(prompt, answer) for prompt, answer in answers])
 
 
 def sample_of(prompt: list[int], answer: dict[str, Any]) -> TensorDict:
     meta = answer["meta_info"]
     version = torch.empty(ANSWER, dtype=torch.long)
-    for span in meta["weight_versions"]:
+    # Releases before token spans know the last version of a request only.
+    whole = {"version": meta["weight_version"], "start": 0, "end": ANSWER}
+    for span in meta.get("weight_versions", [whole]):
         version[span["start"] : span["end"]] = int(span["version"])
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     return TensorDict(
@@ -135,22 +140,24 @@ def train(
 def run(model: PreTrainedModel, servers: list[str], steps: int) -> None:
     scheme = SGLangWeightSyncScheme(servers, strategy="state_dict")
     sender = scheme.create_sender()
-    sender.register_model(model)
-    sender.init_all_workers_group(get_model_metadata(model))
-    sender.update_weights()  # the servers start from the trainer's weights
-    collector = Collector(servers[0])
-    sender.register_collector(collector)
-    history = train(model, sender, collector, steps)
+    try:
+        sender.register_model(model)
+        sender.init_all_workers_group(get_model_metadata(model))
+        sender.update_weights()  # the servers start from the trainer's weights
+        collector = Collector(servers[0])
+        sender.register_collector(collector)
+        history = train(model, sender, collector, steps)
+    finally:
+        sender.shutdown()  # gives up the group on both ends
     print(f"reward: first {history[0]:.3f}, last {history[-1]:.3f}")
     print(f"updates counted by the collector: {collector.policy_version} of {steps}")
-    sender.shutdown()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--server", action="append", help="URL of a server; repeatable")
     parser.add_argument("--model", help="checkpoint that the servers serve; needed with --server")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
     if args.server and not args.model:
         parser.error("--server needs --model, the checkpoint that the servers serve")

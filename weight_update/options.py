@@ -50,6 +50,25 @@ class HttpOptions:
     ca_file: str | None = None
     use_proxies: bool = False
 
+    @classmethod
+    def read(
+        cls,
+        api_key: str | None,
+        admin_api_key: str | None,
+        *,
+        tls_verify: bool,
+        ca_file: str | None,
+        use_proxies: bool,
+    ) -> HttpOptions:
+        """Options with the keys from the arguments or else the environment."""
+        return cls(
+            api_key=read_secret(api_key, API_KEY_VARIABLE),
+            admin_api_key=read_secret(admin_api_key, ADMIN_API_KEY_VARIABLE),
+            tls_verify=tls_verify,
+            ca_file=ca_file,
+            use_proxies=use_proxies,
+        )
+
     def key_for(self, *, control: bool) -> str | None:
         """The bearer key for a control route or an ordinary one."""
         ordered = (self.admin_api_key, self.api_key) if control else (self.api_key,)

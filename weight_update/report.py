@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class EngineState(str, Enum):
+class EngineState(StrEnum):
     """Which weights an engine holds after an update.
 
     Example:
@@ -26,9 +26,6 @@ class EngineState(str, Enum):
     """Partly applied, or applied with a stale cache: only a full push heals it."""
     UNREACHABLE = "unreachable"
     """No answer; its state is unknown."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

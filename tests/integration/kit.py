@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -105,6 +106,18 @@ def push(engines: Sequence[ReferenceEngine] | ReferenceEngine, model: Any) -> No
     """Bring a model into engines with a sender of its own."""
     with make_sender(engines) as sender:
         sender.update_weights(model)
+
+
+@contextmanager
+def timeout_of(sender: SGLangWeightSender, seconds: float) -> Iterator[None]:
+    """Give a sender another deadline, so that only the update under test has a short one."""
+    updater = sender._connected_transport()._updater
+    options = updater.options
+    updater.options = replace(options, timeout=seconds)
+    try:
+        yield
+    finally:
+        updater.options = options
 
 
 class Log:

@@ -65,9 +65,11 @@ class Display:
     def outputs(self, title: str, greedy: Greedy) -> None:
         """Show one greedy output of engine and trainer."""
         engine, trainer = example(greedy, _EXAMPLE)
+        self.say("")
         self.say(f"{title}, greedily after {spell(PROMPTS[_EXAMPLE][1:])}:")
         self.say(f"  engine   {engine}")
         self.say(f"  trainer  {trainer}   ({greedy.equal} of {len(greedy.engine)} prompts equal)")
+        self.say("")
 
     def follow(self, title: str, steps: Iterable[Step], total: int) -> list[Step]:
         """Show steps as they happen, and return them."""

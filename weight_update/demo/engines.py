@@ -168,7 +168,7 @@ class SGLangOnCPU:
             *("--model-path", str(checkpoint)),
             *("--port", str(self._port)),
             *("--max-running-requests", str(REQUESTS_IN_FLIGHT)),
-            "--sleep-on-idle",  # the other engine of the demo needs the core
+            "--sleep-on-idle",  # an idle server polls otherwise, and takes a core from the trainer
         ]
 
     def _healthy(self) -> bool:

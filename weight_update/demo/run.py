@@ -1,11 +1,11 @@
-"""The whole demo: start the engines, train with pushes and without, gather the evidence."""
+"""The whole demo: start an engine, train without pushes and with them, gather the evidence."""
 
 from __future__ import annotations
 
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,66 +49,60 @@ class Options:
 def run(options: Options, display: Display) -> Evidence:
     """Run the demo and return what it measured.
 
+    One engine serves both runs. The control run comes first: it leaves the engine as it was.
+
     Raises:
-        DemoError: An engine is missing or failed.
+        DemoError: The engine is missing or failed.
         WeightUpdateError: An update failed.
     """
     torch.set_num_threads(1)  # the engine needs the other core
     base = make_model(options.seed + 1)
-    with _engines(options, base, display) as (live, control):
-        client = EngineClient(live.url)
+    with _engine(options.engine, base, display) as engine:
+        client = EngineClient(engine.url)
         policy = Policy(options.seed)
         before = _greedy(client, policy)
-        display.say(f"The engine is process {live.pid}, with weights of its own.")
+        display.say(f"The engine is process {engine.pid}; its weights are not the trainer's.")
+        control = _control_run(options, engine, base, display)
         display.outputs("Before the first push", before)
-        live_run = _live_run(options, live, policy, base, display)
+        live = _live_run(options, engine, policy, base, display)
         after = _greedy(client, policy)
         display.outputs("After the last push", after)
-        control_run = _control_run(options, control, base, display)
         name = f"{options.engine} {client.release()}"
-        return Evidence(name, before, after, live_run, control_run)
+        return Evidence(name, before, after, live, control)
 
 
 @contextmanager
-def _engines(
-    options: Options, base: torch.nn.Module, display: Display
-) -> Iterator[tuple[Engine, Engine]]:
-    """Two engines with the same weights: one to push to, and one to leave alone."""
-    with ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weight-update-")))
+def _engine(kind: EngineKind, base: torch.nn.Module, display: Display) -> Iterator[Engine]:
+    """An engine with the weights of ``base``, ended afterwards whatever happened."""
+    with tempfile.TemporaryDirectory(prefix="weight-update-demo-") as directory:
+        home = Path(directory)
         save_checkpoint(base, home / "model")
-        display.say(
-            f"Starting two engines ({options.engine}), one to push to and one as a control; "
-            "they have the same weights, the trainer has others."
-        )
-        live, control = (_started(options.engine, home, stack) for _ in range(2))
-        wait_until_ready(live)
-        wait_until_ready(control)
-        yield live, control
+        slow = " (half a minute or more)" if kind == "sglang" else ""
+        display.say(f"Starting the engine, {kind}{slow} ...")
+        engine = start_engine(kind, home / "model", home)
+        try:
+            wait_until_ready(engine)
+            yield engine
+        finally:
+            engine.stop()
 
 
-def _started(kind: EngineKind, home: Path, stack: ExitStack) -> Engine:
-    engine = start_engine(kind, home / "model", home)
-    stack.callback(engine.stop)
-    return engine
+def _control_run(options: Options, engine: Engine, base: torch.nn.Module, display: Display) -> Run:
+    steps = options.control_steps
+    title = f"First the control: {steps} steps of training, and no weights are pushed"
+    return train_against(engine, Policy(options.seed), base, None, steps, display, title)
 
 
 def _live_run(
     options: Options, engine: Engine, policy: Policy, base: torch.nn.Module, display: Display
 ) -> Run:
-    title = f"Training: {options.steps} steps, {REQUESTS_IN_FLIGHT} requests in flight, " + (
-        "the weights pushed every step" if options.push else "and no weights pushed"
+    title = f"Now {options.steps} steps with {REQUESTS_IN_FLIGHT} requests in flight, " + (
+        "weights pushed after each" if options.push else "and no pushes either"
     )
     scheme = SGLangWeightSyncScheme(engine.url, pause_mode="retract", timeout=60.0)
     with scheme.create_sender() as sender:
         used = sender if options.push else None
         return train_against(engine, policy, base, used, options.steps, display, title)
-
-
-def _control_run(options: Options, engine: Engine, base: torch.nn.Module, display: Display) -> Run:
-    steps = options.control_steps
-    title = f"Control: {steps} steps of the same, but no weights are pushed"
-    return train_against(engine, Policy(options.seed), base, None, steps, display, title)
 
 
 def train_against(

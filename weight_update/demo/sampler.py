@@ -13,7 +13,7 @@ import requests
 
 from weight_update.demo.task import OUTPUT_TOKENS, PROMPTS
 
-GROUP = 6
+GROUP = 4
 """Requests of one HTTP call, all for the same prompt."""
 GROUPS_IN_FLIGHT = 14
 REQUESTS_IN_FLIGHT = GROUP * GROUPS_IN_FLIGHT

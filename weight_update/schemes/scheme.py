@@ -9,8 +9,6 @@ import torch
 
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
-    ADMIN_API_KEY_VARIABLE,
-    API_KEY_VARIABLE,
     MASTER_ADDRESS_VARIABLE,
     Backend,
     DeviceLike,
@@ -25,7 +23,6 @@ from weight_update.options import (
     parse_device,
     parse_server_urls,
     read_bucket_bytes,
-    read_secret,
     read_text,
 )
 from weight_update.schemes.sender import SGLangWeightSender
@@ -112,23 +109,22 @@ class SGLangWeightSyncScheme(CollectorScheme):
         self.strategy_name = self.strategy_str = strategy
         if isinstance(device, (str, torch.device)):
             check_device_exists(parse_device(device))
-        address = master_address or read_text(MASTER_ADDRESS_VARIABLE)
         self.options = UpdateOptions(
-            master_address=check_address(address) if address else None,
+            master_address=_master_address(master_address),
             master_port=master_port,
             num_gpus=num_gpus,
             device=device,
             flush_cache_on_update=flush_cache_on_update,
             pause_mode=pause_mode,
             backend=backend,
-            bucket_bytes=bucket_bytes or read_bucket_bytes(),
+            bucket_bytes=read_bucket_bytes() if bucket_bytes is None else bucket_bytes,
             load_format=load_format,
             timeout=timeout,
             on_failure=on_failure,
             dtype=dtype,
-            http=HttpOptions(
-                api_key=read_secret(api_key, API_KEY_VARIABLE),
-                admin_api_key=read_secret(admin_api_key, ADMIN_API_KEY_VARIABLE),
+            http=HttpOptions.read(
+                api_key,
+                admin_api_key,
                 tls_verify=tls_verify,
                 ca_file=ca_file,
                 use_proxies=use_proxies,
@@ -170,3 +166,8 @@ class SGLangWeightSyncScheme(CollectorScheme):
     def create_receiver(self, *args: Any, **kwargs: Any) -> None:
         """None: the servers own the receivers."""
         torchrl_logger.info("SGLang servers own their receivers; there is none to create")
+
+
+def _master_address(argument: str | None) -> str | None:
+    address = argument or read_text(MASTER_ADDRESS_VARIABLE)
+    return check_address(address) if address else None

@@ -89,10 +89,7 @@ def _await_answer(member: Member, phase: Phase, grace: Deadline) -> None:
 def _tidy(member: Member, policy: Policy, grace: Deadline) -> None:
     complete = 0 < member.buckets == member.confirmed
     if member.session is not None:
-        if complete:
-            member.session.close(grace)
-        else:
-            member.session.recover(grace)
+        member.session.recover(grace)  # closes it; the lost answer may have closed it already
         member.session = None
     if complete and member.state is not EngineState.NEW:
         _flush(member, policy, grace)

@@ -1,0 +1,267 @@
+"""The procedure and the rule of the four states, on engines inside the process."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weight_update import EngineState, UpdateTimeout, WeightUpdateError
+
+_spec = importlib.util.spec_from_file_location("fakes", Path(__file__).parent / "fakes.py")
+assert _spec is not None
+assert _spec.loader is not None
+fakes = sys.modules["fakes"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fakes)
+house = fakes.house
+
+BEFORE_ANY_BYTE = ("pause", "drain", "begin")
+AFTER_ALL_BYTES = ("flush", "stamp", "resume")
+
+
+def failure_of(home: Any) -> WeightUpdateError:
+    with pytest.raises(WeightUpdateError) as failure:
+        home.push()
+    assert failure.value.report is not None
+    return failure.value
+
+
+def states(error: WeightUpdateError) -> list[EngineState]:
+    assert error.report is not None
+    return [outcome.state for outcome in error.report.engines.values()]
+
+
+def test_the_steps_run_in_order_on_every_engine() -> None:
+    home = house(2)
+
+    report = home.push()
+
+    expected = ["label", "inspect", "join", "pause", "drain", "begin", *["apply"] * 4]
+    expected += ["end", "flush", "stamp", "resume"]
+    assert [engine.calls for engine in home.engines] == [expected] * 2
+    assert report.version == 1
+    assert report.buckets == 4
+    assert [outcome.state for outcome in report.engines.values()] == [EngineState.NEW] * 2
+
+
+def test_the_version_is_counted_after_every_label_and_before_any_continues() -> None:
+    home = house(3)
+    seen: list[Any] = []
+
+    def count(version: int) -> list[str]:
+        seen.extend((engine.shown, engine.paused) for engine in home.engines)
+        return []
+
+    weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
+    home.updater.update(lambda: weights, counted=count)
+
+    assert seen == [("1", True)] * 3
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("fault", ["refuse", "reset", "late", "bug"])
+@pytest.mark.parametrize("call", BEFORE_ANY_BYTE)
+def test_a_failure_before_any_byte_resumes_everyone_on_the_old_weights(
+    call: str, fault: str, size: int
+) -> None:
+    home = house(size)
+    home.engines[-1].fail(call, fault)
+
+    error = failure_of(home)
+
+    assert states(error) == [EngineState.OLD] * size
+    assert [engine.calls.count("resume") for engine in home.engines] == [1] * size
+    assert not any(engine.paused for engine in home.engines)
+    assert home.counted == []
+    assert home.updater.version == 0
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_refused_first_bucket_leaves_the_refuser_old(size: int) -> None:
+    home = house(size)
+    home.engines[-1].fail("apply", "refuse")
+
+    error = failure_of(home)
+
+    assert states(error)[-1] is EngineState.OLD
+    assert error.phase == "transfer"
+    assert error.engine == home.engines[-1].url
+    assert not home.engines[-1].paused
+    assert home.groups[0].given_up
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("fault", "after"),
+    [("refuse", 1), ("refuse", 3), ("partial", 0), ("partial", 2), ("reset", 0), ("late", 3)],
+)
+@pytest.mark.parametrize("on_failure", ["hold", "resume"])
+def test_mixed_weights_are_held_unless_told_otherwise(
+    fault: str, after: int, size: int, on_failure: str
+) -> None:
+    home = house(size, on_failure=on_failure)
+    home.engines[-1].fail("apply", fault, after=after)
+
+    error = failure_of(home)
+
+    assert states(error)[-1] is EngineState.MIXED
+    assert home.engines[-1].paused is (on_failure == "hold")
+    assert ("paused" in str(error)) is (on_failure == "hold")
+    assert home.updater.version == 0
+
+
+@pytest.mark.parametrize("call", AFTER_ALL_BYTES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_engine_with_everything_is_new_and_resumed_whatever_fails_afterwards(
+    call: str, size: int
+) -> None:
+    home = house(size)
+    home.engines[-1].fail(call, "refuse")
+
+    error = failure_of(home)
+
+    assert states(error) == [EngineState.NEW] * size
+    assert not any(engine.paused for engine in home.engines)
+
+
+def test_a_cache_that_cannot_be_flushed_makes_an_engine_mixed_in_so_many_words() -> None:
+    home = house(2)
+    home.engines[1].faults["flush"] = [fakes.refused(home.engines[1].url) for _ in range(9)]
+
+    error = failure_of(home)
+
+    assert states(error) == [EngineState.NEW, EngineState.MIXED]
+    assert "weights new, cache stale" in str(error)
+    assert home.engines[1].paused
+
+
+def test_a_mixed_engine_stays_mixed_when_the_next_update_fails_early() -> None:
+    home = house(1)
+    home.engines[0].fail("apply", "refuse", after=2)
+    failure_of(home)
+    home.engines[0].fail("begin", "refuse")
+
+    error = failure_of(home)
+
+    assert states(error) == [EngineState.MIXED]
+    assert home.engines[0].paused
+
+
+@pytest.mark.parametrize("fault", ["refuse", "partial", "reset", "late"])
+@pytest.mark.parametrize("call", [*BEFORE_ANY_BYTE, "apply", "end", *AFTER_ALL_BYTES])
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_next_update_heals_everyone(call: str, fault: str, size: int) -> None:
+    home = house(size)
+    home.engines[-1].fail(call, fault)
+    failed_with = failure_of(home)
+    counted_before = failed_with.report.version if failed_with.report else 0
+
+    report = home.push()
+
+    assert [outcome.state for outcome in report.engines.values()] == [EngineState.NEW] * size
+    assert not any(engine.paused or engine.open for engine in home.engines)
+    assert report.version > counted_before
+    assert {engine.shown for engine in home.engines} == {str(report.version)}
+
+
+def test_a_dead_engine_is_unreachable_and_the_others_go_on() -> None:
+    home = house(3)
+    home.push()
+    home.engines[1].dead = True
+
+    error = failure_of(home)
+
+    assert states(error)[1] is EngineState.UNREACHABLE
+    assert not home.engines[0].paused
+    assert not home.engines[2].paused
+
+
+def test_a_session_that_a_dead_trainer_left_open_taints_the_engine_until_all_is_sent() -> None:
+    home = house(1)
+    home.engines[0].open = True
+    home.engines[0].fail("apply", "refuse")
+
+    error = failure_of(home)
+
+    assert states(error) == [EngineState.MIXED]
+    assert "another trainer left its update open" in str(error)
+
+
+def test_bytes_that_never_leave_end_at_the_deadline_and_nothing_is_believed() -> None:
+    home = house(2, timeout=0.5)
+    home.push()
+    home.groups[0].stuck.set()
+    start = time.monotonic()
+
+    error = failure_of(home)
+
+    assert isinstance(error, UpdateTimeout)
+    assert time.monotonic() - start < 2.5
+    assert states(error) == [EngineState.MIXED] * 2
+
+
+def test_an_engine_that_went_back_to_its_first_label_is_joined_anew() -> None:
+    home = house(2)
+    home.push()
+    home.engines[0].shown = "default"
+
+    report = home.push()
+
+    assert len(home.groups) == 2
+    assert home.groups[0].given_up
+    assert report.version == 2
+
+
+def test_the_version_goes_on_from_the_highest_label() -> None:
+    home = house(2)
+    home.engines[1].shown = "41"
+
+    assert home.push().version == 42
+
+
+def test_an_interrupt_leaves_a_known_state_and_says_so() -> None:
+    home = house(1)
+
+    def interrupt(version: int) -> list[str]:
+        raise KeyboardInterrupt
+
+    weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
+    with pytest.raises(KeyboardInterrupt) as raised:
+        home.updater.update(lambda: weights, counted=interrupt)
+
+    assert not home.engines[0].paused
+    assert "new" in raised.value.__notes__[0]
+
+
+def test_a_second_update_waits_for_the_first_no_longer_than_its_deadline() -> None:
+    home = house(1, timeout=0.2)
+    home.updater._busy.acquire()
+
+    with pytest.raises(UpdateTimeout, match="another update"):
+        home.push()
+
+
+def test_engines_that_cannot_flush_are_named_in_a_warning() -> None:
+    home = house(2)
+    home.engines[1].can = False
+
+    report = home.push()
+
+    assert "Skipping the SGLang radix-cache flush" in report.warnings[0]
+    assert home.engines[1].url in report.warnings[0]
+    assert home.engines[0].url not in report.warnings[0]
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(["pause", "apply", "stamp"], 2)))
+def test_two_faults_in_a_row_are_healed_as_one(pair: tuple[str, str]) -> None:
+    home = house(2)
+    for call in pair:
+        home.engines[0].fail(call, "refuse")
+        failure_of(home)
+
+    assert home.push().engines[home.engines[0].url].state is EngineState.NEW
