@@ -72,9 +72,10 @@ def test_an_error_with_a_report_shows_the_state_of_every_engine(
     error = kind("broken", phase="transfer")
     error.report = report()
 
-    head, line = str(error).splitlines()
+    head, line, remedy = str(error).splitlines()
     assert head == "transfer: broken"
     assert line.strip() == "http://a:1 mixed (version unknown, paused): 2 of 4"
+    assert "update_weights() again" in remedy
 
 
 @every_error

@@ -98,7 +98,6 @@ class Display:
 
     def verdict(self, claims: Sequence[Claim], seconds: float, report: Path) -> None:
         """Show what was proven and what was not."""
-        self.say("")
         for claim in claims:
             mark = Text("✓ ", "bold green") if claim.proven else Text("✗ ", "bold red")
             self._console.print(mark + Text(claim.text))
