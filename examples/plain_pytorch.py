@@ -37,7 +37,7 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batch_of_sequences(size: int = 32) -> torch.Tensor:
+def batch_of_sequences(size: int = 64) -> torch.Tensor:
     """Each number is the sum of the two before it, modulo 11: what the model shall learn."""
     columns = list(torch.randint(MODULUS, (2, size)))
     while len(columns) < LENGTH:
@@ -96,6 +96,8 @@ def main() -> None:
     if args.server and not args.model:
         parser.error("--server needs --model, the checkpoint that the servers serve")
     model = AutoModelForCausalLM.from_pretrained(args.model) if args.model else tiny_llama(seed=0)
+    if not args.server:
+        torch.set_num_threads(1)  # leave the other cores to the engine
     # The engine starts from other weights than the trainer's, so the first push shows.
     with nullcontext() if args.server else ReferenceEngine(tiny_llama(seed=1)) as engine:
         train(model, args.server or [engine.url], args.steps, args.push_every)

@@ -162,6 +162,8 @@ def main() -> None:
     if args.server and not args.model:
         parser.error("--server needs --model, the checkpoint that the servers serve")
     model = AutoModelForCausalLM.from_pretrained(args.model) if args.model else tiny_llama(seed=0)
+    if not args.server:
+        torch.set_num_threads(1)  # leave the other cores to the engine
     with nullcontext() if args.server else ReferenceEngine(tiny_llama(seed=1)) as engine:
         run(model, args.server or [engine.url], args.steps)
 

@@ -212,10 +212,7 @@ BAD = [
     {"on_failure": "retry"},
     {"num_gpus": 0},
     {"num_gpus": -1},
-    pytest.param(
-        {"bucket_bytes": 0},
-        marks=pytest.mark.xfail(strict=True, reason="known: 0 is taken for the default"),
-    ),
+    {"bucket_bytes": 0},
     {"bucket_bytes": -5},
     {"timeout": 0},
     {"timeout": -1},

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from weight_update import EngineState, UpdateTimeout, WeightUpdateError
+from weight_update.update.procedure import Stopwatch
 
 _spec = importlib.util.spec_from_file_location("fakes", Path(__file__).parent / "fakes.py")
 assert _spec is not None
@@ -265,3 +266,27 @@ def test_two_faults_in_a_row_are_healed_as_one(pair: tuple[str, str]) -> None:
         failure_of(home)
 
     assert home.push().engines[home.engines[0].url].state is EngineState.NEW
+
+
+def test_a_warm_up_neither_heals_nor_resumes_a_mixed_engine() -> None:
+    home = house(1)
+    home.engines[0].fail("apply", "refuse", after=2)
+    failure_of(home)
+
+    home.updater._connect(fakes.torch.device("cpu"), fakes.Deadline(5), Stopwatch())
+    home.updater._warm_up(fakes.torch.device("cpu"), fakes.Deadline(5))
+
+    assert home.updater.engines[home.engines[0].url].state is EngineState.MIXED
+    assert home.engines[0].paused
+
+
+def test_a_failed_update_reports_what_this_update_did_not_what_the_last_did() -> None:
+    home = house(2)
+    home.push()
+    home.engines[1].fail("label", "refuse")
+
+    error = failure_of(home)
+
+    assert states(error)[0] is EngineState.OLD
+    assert error.report is not None
+    assert error.report.version == 1

@@ -22,6 +22,7 @@ class Member:
         maybe_paused: A pause was asked for and no continue was confirmed since.
         session: The update that may be open on it.
         confirmed: Buckets of this attempt that it confirmed.
+        full: Whether this attempt brings every weight.
         buckets: Buckets of this attempt.
         flush_refused: It loaded everything, but could not flush its cache yet.
         doubt: Why it does not hold one clean version; empty when it does. It outlives an
@@ -36,6 +37,7 @@ class Member:
     label: str | None = None
     maybe_paused: bool = False
     session: Session | None = None
+    full: bool = True
     buckets: int = 0
     confirmed: int = 0
     flush_refused: bool = False
@@ -48,19 +50,35 @@ class Member:
         """The engine's URL."""
         return self.engine.url
 
-    def start_attempt(self, buckets: int) -> None:
+    def start_attempt(self, buckets: int = 0, *, full: bool = True) -> None:
         """Forgets the last attempt, except what it left behind on the engine."""
-        self.buckets, self.confirmed, self.flush_refused = buckets, 0, False
+        self.full, self.buckets, self.confirmed, self.flush_refused = full, buckets, 0, False
         self.detail = ""
         self.state = EngineState.MIXED if self.doubt else EngineState.OLD
 
     def finish_attempt(self) -> None:
         """Everything is applied and the cache is as clean as the policy wants it."""
-        self.state, self.doubt, self.flush_refused = EngineState.NEW, "", False
+        if self.full:
+            self.state, self.doubt, self.flush_refused = EngineState.NEW, "", False
+
+    def suspect(self, why: str) -> None:
+        """What the engine holds cannot be told from its answers any more."""
+        if self.full:
+            self.doubt = why
 
     def disbelieve(self, why: str) -> None:
         """The engine's confirmations turned out to be worth nothing."""
-        self.confirmed, self.doubt = 0, why
+        self.confirmed = 0
+        self.suspect(why)
+
+    def conclude(self) -> None:
+        """Settles the state of a failed attempt from what was confirmed and what is doubted."""
+        if self.state is EngineState.NEW:
+            return
+        if self.confirmed and not self.doubt:
+            self.suspect(f"{self.confirmed} of {self.buckets} buckets applied")
+        self.state = EngineState.MIXED if self.doubt else EngineState.OLD
+        self.detail = self.doubt or self.detail
 
     def forget(self, label: str | None) -> None:
         """The engine restarted: what was known of it is gone with the old process."""

@@ -16,6 +16,8 @@ class Policy:
         pause_mode: What happens to requests in flight.
         flush: Whether the prefix cache is flushed where the engine can.
         on_failure: Whether an engine with mixed weights is held or resumed.
+        full: Whether the plan holds every weight, so that it heals a mixed engine; a warm-up
+            changes none and heals nothing.
         label: The version label to write, or None to write none.
         counted: Called once every engine has everything, before any continues; returns
             warnings.
@@ -24,5 +26,6 @@ class Policy:
     pause_mode: PauseMode
     flush: bool
     on_failure: OnFailure
+    full: bool = True
     label: str | None = None
     counted: Callable[[], Sequence[str]] = tuple

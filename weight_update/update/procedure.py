@@ -114,7 +114,7 @@ class Procedure:
             if objections:
                 raise ConfigurationError("; ".join(objections), phase="plan")
             for member in self.fleet.members:
-                member.start_attempt(len(self.plan.buckets))
+                member.start_attempt(len(self.plan.buckets), full=self.policy.full)
             return self.packer.pack(self.plan.buckets[0])
 
     # -- steps --------------------------------------------------------------------------
@@ -138,6 +138,8 @@ class Procedure:
         member.session = None
 
     def _resume(self, member: Member) -> None:
+        if member.doubt:
+            return  # only a full push makes it fit to serve
         member.engine.resume(self.deadline)
         member.maybe_paused = False
 
@@ -198,15 +200,22 @@ class Procedure:
                 deadline=self.deadline,
             )
         except EngineRejected as error:
-            if error.applied in ("partly", "unknown"):
-                member.doubt = error.message
-            if error.applied != "all":
-                raise
-            member.flush_refused = True  # loaded all the same; the flush step asks again
+            self._note_refusal(member, error)
         except WeightUpdateError as error:
-            member.doubt = error.message
+            member.suspect(error.message)
             raise
         member.confirmed += 1
+
+    def _note_refusal(self, member: Member, error: EngineRejected) -> None:
+        """Raises unless the engine did what the attempt needed all the same."""
+        if error.applied == "all":
+            member.flush_refused = True  # loaded; the flush step asks again
+        elif error.applied == "partly" and not self.policy.full:
+            return  # a loader tripped over a warm-up's number, which was received
+        else:
+            if error.applied != "nothing":
+                member.suspect(error.message)
+            raise error
 
     def _await_bucket(self) -> None:
         """Watches every engine's answer while the bytes move; the first no ends the attempt."""

@@ -62,8 +62,8 @@ def _settle_member(
         _lost(member, error, grace)
         return
     except WeightUpdateError as error:
-        member.doubt = member.doubt or error.message
-    member.state = _state_of(member)
+        member.suspect(member.doubt or error.message)
+    member.conclude()
     if member.state is not EngineState.MIXED or policy.on_failure == "resume":
         _resume(member, grace)
 
@@ -83,7 +83,7 @@ def _await_answer(member: Member, phase: Phase, grace: Deadline) -> None:
         return
     _, pending = wait([member.call], timeout=min(_ANSWER_SECONDS, grace.remaining()))
     if pending and phase == "transfer" and not member.doubt:
-        member.doubt = "no answer to an update request"
+        member.suspect("no answer to an update request")
 
 
 def _tidy(member: Member, policy: Policy, grace: Deadline) -> None:
@@ -102,18 +102,7 @@ def _flush(member: Member, policy: Policy, grace: Deadline) -> None:
             member.engine.flush(grace.at_most(0.5))
         member.finish_attempt()
     except WeightUpdateError as error:
-        member.doubt = f"{STALE_CACHE}: {error.message}"
-
-
-def _state_of(member: Member) -> EngineState:
-    if member.state is EngineState.NEW:
-        return EngineState.NEW
-    if member.confirmed and not member.doubt:
-        member.doubt = f"{member.confirmed} of {member.buckets} buckets applied"
-    if not member.doubt:
-        return EngineState.OLD
-    member.detail = member.doubt
-    return EngineState.MIXED
+        member.suspect(f"{STALE_CACHE}: {error.message}")
 
 
 def _resume(member: Member, grace: Deadline) -> None:
@@ -130,10 +119,9 @@ def _resume(member: Member, grace: Deadline) -> None:
 
 def _lost(member: Member, error: WeightUpdateError, grace: Deadline) -> None:
     """No answer: tells a lost engine from one that is only slow to answer this call."""
-    state = _state_of(member)
-    member.detail = member.doubt or error.message
+    member.detail = error.message
+    member.conclude()
     try:
         member.engine.label(grace.at_most(0.3))
-        member.state = state
     except WeightUpdateError:
         member.state = EngineState.UNREACHABLE

@@ -99,7 +99,7 @@ class Updater:
         """
         deadline = Deadline(self.options.timeout)
         watch = Stopwatch()
-        with self._exclusively(deadline), self._reporting(watch):
+        with self._reporting(watch), self._exclusively(deadline):
             self._connect(device, deadline, watch)
 
     def update(
@@ -123,7 +123,9 @@ class Updater:
         """
         deadline = Deadline(self.options.timeout)
         watch = Stopwatch()
-        with self._exclusively(deadline), self._reporting(watch) as attempt:
+        with self._reporting(watch) as attempt, self._exclusively(deadline):
+            for member in self._fleet.members:
+                member.start_attempt()
             with watch.running("plan"):
                 weights = read()
                 _refuse_meta(weights)
@@ -144,7 +146,8 @@ class Updater:
                 raise EngineRejected("the cache was not flushed", engine=member.url, phase="flush")
 
         try:
-            self._fleet.each("flush", flush, deadline)
+            with self._exclusively(deadline):
+                self._fleet.each("flush", flush, deadline)
         except WeightUpdateError as error:
             _log.warning(error)
             return False
@@ -190,7 +193,7 @@ class Updater:
         name = self._fleet.members[0].engine.harmless_name
         value = torch.ones(1, device=device)
         weight = Weight(TensorSpec(name, torch.float32, (1,)), device, lambda: value)
-        policy = Policy("retract", flush=False, on_failure="resume")
+        policy = Policy("retract", flush=False, on_failure=self.options.on_failure, full=False)
         plan = plan_buckets([weight], 1)
         Procedure(self._fleet, group, packer, plan, policy, deadline).run()
 
