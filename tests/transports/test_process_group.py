@@ -354,7 +354,6 @@ def test_a_group_that_was_given_up_takes_no_broadcast_and_never_looks_finished(
         group.moving()
 
 
-@pytest.mark.xfail(strict=True, reason="known: the dropping thread aborts a process that ends")
 def test_a_process_that_ends_right_after_giving_up_ends_cleanly(peer: PeerProcess) -> None:
     """A thread that is still dropping the group when the interpreter ends aborts the process."""
     script = Path(__file__).parent / "short_trainer.py"
@@ -431,7 +430,6 @@ def has_ipv6() -> bool:
         return False
 
 
-@pytest.mark.xfail(strict=True, reason="known: the gloo devices of both ends differ in family")
 @pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback")
 def test_a_group_on_an_ipv6_address_works_end_to_end(
     open_update_group: OpenGroup, peer: PeerProcess

@@ -6,10 +6,12 @@ it, it is given up and a new one, under a new name and on a new port, takes its 
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from weight_update.options import UpdateOptions
 from weight_update.transports import torch_private
 from weight_update.transports.address import check_address, choose_address, listen
 from weight_update.waiting import spawn
+
+_EXIT_SECONDS = 2.0
 
 
 class UpdateGroup:
@@ -140,10 +144,20 @@ class UpdateGroup:
         held = [self._group, self._works]
         self._group, self._works = None, []
         if held[0] is not None and self.backend == "nccl":
-            spawn(_abort, held, self._store)
+            _endings.append(spawn(_abort, held, self._store))
         elif held[0] is not None or not repeated:
             self._store.abandon()
-            spawn(held.clear)
+            _endings.append(spawn(held.clear))
+
+
+_endings: deque[Future[None]] = deque(maxlen=64)
+
+
+@atexit.register
+def _let_groups_end() -> None:
+    # A thread that comes back from dropping a group into an interpreter that is being torn
+    # down takes the process down with it (SIGABRT); one that stays stuck does no harm.
+    wait(list(_endings), timeout=_EXIT_SECONDS)
 
 
 def _broadcast_all(group: Any, tensors: list[torch.Tensor]) -> list[Any]:

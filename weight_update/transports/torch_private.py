@@ -110,7 +110,10 @@ def build_gloo(store: Store, world_size: int, address: str) -> Any:
     options = gloo._Options()
     options._timeout = _FOREVER  # deadlines are kept by the caller, who drops the group
     options._threads = 2
-    options._devices = [gloo.create_device(hostname=address)]
+    # Both ends must use one address family, and engines use gloo's default device: an IPv4 one.
+    default = ":" in address
+    device = gloo.create_default_device() if default else gloo.create_device(hostname=address)
+    options._devices = [device]
     return gloo(store, 0, world_size, options)
 
 
