@@ -50,6 +50,10 @@ class HttpOptions:
     ca_file: str | None = None
     use_proxies: bool = False
 
+    def __post_init__(self) -> None:
+        if self.ca_file is not None and not os.path.exists(self.ca_file):
+            raise ConfigurationError(f"ca_file={self.ca_file!r} does not exist")
+
     @classmethod
     def read(
         cls,

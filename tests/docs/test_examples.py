@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,8 +79,3 @@ def test_the_tutorial_keeps_its_promises() -> None:
     printed = run("tutorials/push_a_model_into_a_live_server.py")
     assert re.search(r"http://\S+ mixed \(version unknown, paused\)", printed)
     assert "Skipping the SGLang radix-cache flush" in printed
-
-
-@pytest.mark.parametrize("script", ["plain_pytorch.py", "torchrl_grpo_loop.py"])
-def test_an_example_fits_on_two_screens(script: str) -> None:
-    assert len((ROOT / "examples" / script).read_text().splitlines()) <= 180

@@ -23,6 +23,7 @@ from weight_update.errors import (
     UpdateTimeout,
     WeightUpdateError,
 )
+from weight_update.options import PauseMode
 from weight_update.report import UpdateReport
 from weight_update.update.fleet import Fleet, Member
 from weight_update.update.policy import Policy
@@ -165,11 +166,17 @@ class Procedure:
             member.finish_attempt()
 
         self._each("flush", flush)
+        self._warn_of_stale_prefixes(mode)
+
+    def _warn_of_stale_prefixes(self, mode: PauseMode) -> None:
         stale = [m.url for m in self.fleet.members if not m.engine.can_flush(mode)]
-        if self.policy.flush and stale:
+        consequence = "prefixes cached under the old weights may still be served"
+        if not self.policy.flush and self.policy.full:
+            self.warnings.append(f"the prefix cache was not flushed, as configured: {consequence}")
+        elif self.policy.flush and stale:
             self.warnings.append(
                 f"{SKIPPED_FLUSH}: {', '.join(stale)} cannot flush while paused by {mode!r}, so "
-                "prefixes cached under the old weights may still be served"
+                f"{consequence}"
             )
 
     # -- transfer -----------------------------------------------------------------------
