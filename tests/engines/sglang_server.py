@@ -30,9 +30,7 @@ class SGLangServer:
     its whole process group. The server also holds a pipe to this process and dies when that
     closes, so not even a killed test run leaves it behind.
 
-    Example:
-        >>> with SGLangServer(model_dir, log_path=tmp_path / "sglang.log") as server:
-        ...     server.generate([5, 6, 7], max_new_tokens=8)
+    ``with SGLangServer(model_dir, log_path) as server: server.generate([5, 6, 7], 8)``
     """
 
     def __init__(self, model_dir: Path, log_path: Path, extra_args: Sequence[str] = ()) -> None:

@@ -346,7 +346,7 @@ def test_a_refusal_crosses_processes_with_its_answer(server, answer, rebuild) ->
     [
         ({}, True),
         ({"tls_verify": False}, False),
-        ({"ca_file": "/ca.pem"}, "/ca.pem"),
+        ({"ca_file": __file__}, __file__),
     ],
 )
 def test_certificates_are_checked_as_the_options_say(monkeypatch, options, verify) -> None:

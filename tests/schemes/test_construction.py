@@ -141,7 +141,7 @@ def test_a_scheme_with_a_url_alone_has_torchrls_defaults() -> None:
         ("dtype", torch.bfloat16),
         ("timeout", 5.0),
         ("tls_verify", False),
-        ("ca_file", "/ca.pem"),
+        ("ca_file", __file__),
         ("use_proxies", True),
         ("on_failure", "resume"),
     ],
