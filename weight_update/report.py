@@ -21,7 +21,8 @@ class EngineState(StrEnum):
     OLD = "old"
     """Nothing of this update was applied; the engine serves what it served before."""
     NEW = "new"
-    """All of it was applied and no cached prefix of the old weights can be served."""
+    """All of it was applied; no cached prefix of old weights can be served, unless a warning of
+    the report says that the cache was not flushed."""
     MIXED = "mixed"
     """Partly applied, or applied with a stale cache: only a full push heals it."""
     UNREACHABLE = "unreachable"
@@ -118,15 +119,19 @@ class UpdateReport:
         }
         return plain
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The report in one line, engines left out."""
         plural = "" if self.buckets == 1 else "s"
-        head = (
+        return (
             f"version {self.version}: {self.tensors} tensors, {_amount(self.bytes)} in "
             f"{self.buckets} bucket{plural}, {self.gigabytes_per_second:.2f} GB/s, "
             f"{1e3 * self.seconds.get('total', 0.0):.0f} ms ({self._phases()})"
         )
+
+    def __str__(self) -> str:
         notes = [f"  warning: {warning}" for warning in self.warnings]
-        return "\n".join([head, *(f"  {line}" for line in self.engine_lines()), *notes])
+        return "\n".join([self.headline, *(f"  {line}" for line in self.engine_lines()), *notes])
 
     def _phases(self) -> str:
         phases = [(k, v) for k, v in self.seconds.items() if k not in ("total", "paused")]

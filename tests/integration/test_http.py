@@ -279,14 +279,13 @@ def refused(server: FakeServer, **options: Any) -> WeightUpdateError:
     [
         ({"version": "0.5.23", "tp_size": 1, "pp_size": 2}, "2 pipeline stages"),
         ({"version": "0.5.23", "tp_size": 1, "dp_size": 2}, "name the URL of each"),
-        ({"version": "0.5.23", "tp_size": 1, "disaggregation_mode": "prefill"}, "use 'abort'"),
     ],
-    ids=["pipeline", "replicas", "disaggregated"],
+    ids=["pipeline", "replicas"],
 )
 def test_a_layout_that_cannot_be_updated_is_refused_with_advice(
     info: dict[str, Any], words: str
 ) -> None:
-    """C04, C81: before any group is made or anything is paused."""
+    """C04: before any group is made or anything is paused."""
     with FakeServer(info) as server:
         error = refused(server)
     assert isinstance(error, ConfigurationError)

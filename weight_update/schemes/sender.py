@@ -60,7 +60,8 @@ class SGLangWeightSender:
 
         Registering a collector twice counts once. Every successful update calls it exactly
         once, before any server continues, so that no sample of new weights carries the old
-        number; a failed update never does.
+        number; a failed update never does. A collector counts from where it stands: register it
+        before the first update if its number is to equal the engines' labels.
 
         Raises:
             ConfigurationError: It has no ``increment_version``.

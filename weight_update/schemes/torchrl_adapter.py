@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchrl import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
 
 from weight_update.errors import ConfigurationError
+from weight_update.options import Strategy
 
 __all__ = ["CollectorScheme", "torchrl_logger"]
 
@@ -31,6 +33,12 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
     """
 
     _training_model: weakref.ref[nn.Module] | None = None
+
+    def __init__(self, strategy: Strategy) -> None:
+        with warnings.catch_warnings():
+            # It warns of TorchRL's own extraction, which this scheme does not use.
+            warnings.filterwarnings("ignore", message="state_dict strategy is experimental")
+            super().__init__(strategy)
 
     def register_model(self, model: nn.Module) -> None:
         """Names the training model that collectors' updates send; it is held weakly.

@@ -22,6 +22,7 @@ _log = logging.getLogger("weight_update")
 GRACE_SECONDS = 1.8
 """A failed update ends at most 2 s after its failure or its deadline."""
 _ANSWER_SECONDS = 1.0
+UNCOUNTED = "serves the weights of this failed update under its old label"
 
 STALE_CACHE = "weights new, cache stale"
 
@@ -64,6 +65,8 @@ def _settle_member(
     except WeightUpdateError as error:
         member.suspect(member.doubt or error.message)
     member.conclude()
+    if member.state is EngineState.NEW and phase not in ("stamp", "count", "continue"):
+        member.detail = member.detail or UNCOUNTED
     if member.state is not EngineState.MIXED or policy.on_failure == "resume":
         _resume(member, grace)
 

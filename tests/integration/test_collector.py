@@ -1,0 +1,194 @@
+"""TorchRL's own collector drives the scheme: ``weight_sync_schemes={"policy": scheme}``."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import Unbounded
+from torchrl.envs import EnvBase
+
+from weight_update import ConfigurationError, EngineRejected, SGLangWeightSyncScheme
+from weight_update.reference_engine import Fault, ReferenceEngine
+
+from . import kit
+from .kit import INIT, PAUSE, UPDATE
+
+
+class Idle(EnvBase):
+    """An environment in which nothing happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Unbounded(1, dtype=torch.float32).clone()
+        from torchrl.data import Composite
+
+        self.observation_spec = Composite(observation=Unbounded(1))
+        self.action_spec = Unbounded(1)
+        self.reward_spec = Unbounded(1)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        return TensorDict({"observation": torch.zeros(1)})
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        done = torch.zeros(1, dtype=torch.bool)
+        out = {"observation": torch.zeros(1), "reward": torch.zeros(1), "done": done}
+        return TensorDict(out)
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def client() -> TensorDictModule:
+    """A policy without parameters, as a client of an inference engine is."""
+    return TensorDictModule(lambda seen: seen + 1, in_keys=["observation"], out_keys=["action"])
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make_collector() -> Iterator[Make]:
+    """A function that makes collectors, which are shut down afterwards."""
+    made: list[Any] = []
+
+    def make(scheme: SGLangWeightSyncScheme, policy: nn.Module | None = None) -> Any:
+        made.append(
+            Collector(
+                Idle(),
+                policy or client(),
+                frames_per_batch=4,
+                total_frames=400,
+                weight_sync_schemes={"policy": scheme},
+                track_policy_version=True,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+def make_scheme(engine: ReferenceEngine) -> SGLangWeightSyncScheme:
+    return SGLangWeightSyncScheme(engine.url, timeout=20.0)
+
+
+def version_of(collector: Any) -> int:
+    return int(collector.policy_version)
+
+
+def test_the_constructor_makes_the_group_and_sends_nothing(
+    engine: ReferenceEngine, make_collector: Make
+) -> None:
+    log = kit.Log(engine)
+    scheme = make_scheme(engine)
+    scheme.register_model(kit.llama(1))
+    collector = make_collector(scheme)
+    assert log.count(engine, INIT) == 1
+    assert log.count(engine, PAUSE) == log.count(engine, UPDATE) == 0
+    assert version_of(collector) == 0
+
+
+def test_an_update_pushes_the_registered_model_and_counts_once(
+    engine: ReferenceEngine, make_collector: Make
+) -> None:
+    """C07: 0, 1, 2, and what is collected is stamped so."""
+    kit.push(engine, kit.llama(0))
+    scheme = make_scheme(engine)
+    scheme.register_model(kit.llama(1))
+    collector = make_collector(scheme)
+    for expected in (1, 2):
+        collector.update_policy_weights_()
+        assert version_of(collector) == expected
+    assert kit.served(engine) == kit.tokens_of(1)
+    batch = next(iter(collector))
+    assert set(batch["policy_version"].flatten().tolist()) == {2}
+
+
+def test_a_failed_update_is_raised_and_does_not_count(
+    engine: ReferenceEngine, make_collector: Make
+) -> None:
+    """C07: and the next one heals."""
+    kit.push(engine, kit.llama(0))
+    scheme = make_scheme(engine)
+    scheme.register_model(kit.llama(1))
+    collector = make_collector(scheme)
+    collector.update_policy_weights_()
+    engine.inject(Fault(UPDATE, "refuse", times=1))
+    with pytest.raises(EngineRejected, match="injected fault"):
+        collector.update_policy_weights_()
+    assert version_of(collector) == 1
+    collector.update_policy_weights_()
+    assert version_of(collector) == 2
+
+
+def test_explicit_weights_win_over_the_registered_model(
+    engine: ReferenceEngine, make_collector: Make
+) -> None:
+    scheme = make_scheme(engine)
+    scheme.register_model(kit.llama(0))
+    collector = make_collector(scheme)
+    collector.update_policy_weights_(TensorDict(dict(kit.llama(1).state_dict())))
+    assert kit.served(engine) == kit.tokens_of(1)
+
+
+def test_a_policy_without_parameters_and_no_model_is_an_error_before_a_pause(
+    engine: ReferenceEngine, make_collector: Make
+) -> None:
+    """C30: never a silent success."""
+    log = kit.Log(engine)
+    collector = make_collector(make_scheme(engine))
+    with pytest.raises(ConfigurationError, match="register_model"):
+        collector.update_policy_weights_()
+    assert version_of(collector) == 0
+    assert log.count(engine, PAUSE) == 0
+
+
+def test_a_collected_model_is_an_error_and_not_the_policy(
+    engine: ReferenceEngine, make_collector: Make
+) -> None:
+    """C54: held weakly."""
+    scheme = make_scheme(engine)
+    scheme.register_model(nn.Linear(1, 1))
+    collector = make_collector(scheme)
+    with pytest.raises(ConfigurationError, match="register_model"):
+        collector.update_policy_weights_()
+
+
+def test_a_scheme_in_use_is_pickled_as_configuration(
+    engine: ReferenceEngine, make_collector: Make
+) -> None:
+    """C78: collectors pickle schemes to their workers."""
+    scheme = make_scheme(engine)
+    scheme.register_model(kit.llama(1))
+    make_collector(scheme).update_policy_weights_()
+    twin = pickle.loads(pickle.dumps(scheme))
+    assert twin.options == scheme.options
+    assert not twin.sender_transports
+
+
+def test_shutdown_leaves_the_group_and_may_be_repeated(engine: ReferenceEngine) -> None:
+    scheme = make_scheme(engine)
+    scheme.register_model(kit.llama(1))
+    collector = Collector(
+        Idle(),
+        client(),
+        frames_per_batch=4,
+        total_frames=4,
+        weight_sync_schemes={"policy": scheme},
+    )
+    log = kit.Log(engine)
+    collector.update_policy_weights_()
+    collector.shutdown()
+    scheme.shutdown()
+    scheme.shutdown()
+    left = log.records(engine, "/destroy_weights_update_group")
+    assert [record["status"] for record in left] == [200]
