@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import Unbounded
+from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from weight_update import ConfigurationError, EngineRejected, SGLangWeightSyncScheme
@@ -27,9 +27,6 @@ class Idle(EnvBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self.observation_spec = Unbounded(1, dtype=torch.float32).clone()
-        from torchrl.data import Composite
-
         self.observation_spec = Composite(observation=Unbounded(1))
         self.action_spec = Unbounded(1)
         self.reward_spec = Unbounded(1)
@@ -110,7 +107,7 @@ def test_an_update_pushes_the_registered_model_and_counts_once(
         assert version_of(collector) == expected
     assert kit.served(engine) == kit.tokens_of(1)
     batch = next(iter(collector))
-    assert set(batch["policy_version"].flatten().tolist()) == {2}
+    assert set(batch["next", "policy_version"].flatten().tolist()) == {2}
 
 
 def test_a_failed_update_is_raised_and_does_not_count(

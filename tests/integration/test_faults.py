@@ -384,11 +384,7 @@ def test_a_refused_update_that_says_the_weights_are_in_is_not_taken_for_old(
     assert trial.log.count(engine, FLUSH) == 1
 
 
-DEADLY = [
-    once(PAUSE, "die"),
-    once(UPDATE, "die"),
-    once(CONTINUE, "die"),
-]
+DEADLY = [once(PAUSE, "die"), once(UPDATE, "die")]
 
 
 @pytest.mark.parametrize("fault", DEADLY, ids=named)

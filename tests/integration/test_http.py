@@ -237,9 +237,9 @@ class FakeServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            do_GET = do_POST = do_OPTIONS = answer  # noqa: N815 - names that http.server calls
+            do_GET = do_POST = do_OPTIONS = answer
 
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

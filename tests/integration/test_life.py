@@ -226,9 +226,9 @@ def test_a_second_update_waits_no_longer_than_its_deadline(engine: ReferenceEngi
         log = kit.Log(engine)
         first = pool.submit(sender.update_weights, kit.llama(1))
         kit.wait_for(lambda: log.count(engine, UPDATE))
-        with kit.timeout_of(sender, 0.3), kit.takes_at_most(1.5):
-            with pytest.raises(UpdateTimeout, match="another update was still running") as caught:
-                sender.update_weights(kit.llama(0))
+        busy = pytest.raises(UpdateTimeout, match="another update was still running")
+        with kit.timeout_of(sender, 0.3), kit.takes_at_most(1.5), busy as caught:
+            sender.update_weights(kit.llama(0))
         assert caught.value.phase == "plan"
         assert first.result(10).engines[engine.url].state is EngineState.NEW
     assert kit.served(engine) == kit.tokens_of(1)
@@ -287,6 +287,6 @@ def test_a_sender_used_after_a_fork_fails_in_the_child_and_works_in_the_parent(
     """C78: threads and sockets of a group do not survive a fork."""
     trainer = workplace.start(trainers.update_after_fork, url=engine.url, weights=weights_b)
     assert trainer.wait(20) == 0, trainer.output()
-    assert "child failed: " in trainer.output()
+    assert "does not survive a fork" in trainer.output()
     assert "parent updated to" in trainer.output()
     assert kit.served(engine) == kit.tokens_of(1)

@@ -28,7 +28,8 @@ class Trainer:
 
     def output(self) -> str:
         """What it has printed so far, errors included."""
-        return (self._home / f"{self.pid}.out").read_text()
+        path = self._home / f"{self.pid}.out"
+        return path.read_text() if path.exists() else ""
 
     def wait_for(self, words: str, seconds: float = 20.0) -> None:
         """Wait until it has printed ``words``."""
@@ -132,6 +133,7 @@ def update_after_fork(url: str, weights: str) -> None:
             print("child updated to", sender.update_weights(_load(weights)).version)
         except WeightUpdateError as error:
             print("child failed:", error)
+        sender.shutdown()
         sys.stdout.flush()
         os._exit(0)
     os.waitpid(child, 0)
@@ -179,7 +181,7 @@ def _serve(home: Path) -> None:
                 globals()[action](**arguments)
             return
         print(pid, flush=True)
-        threading.Thread(target=_note_end, args=(home, pid)).start()
+        threading.Thread(target=_note_end, args=(home, pid), daemon=True).start()
 
 
 def _note_end(home: Path, pid: int) -> None:

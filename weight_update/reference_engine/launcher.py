@@ -90,6 +90,7 @@ class ReferenceEngine:
         self._port = port
         self._startup_timeout = startup_timeout
         self._records: list[dict[str, Any]] | None = None
+        self._logs: dict[Path, _LogReader] = {}
         self._options: dict[str, object] = {
             "model": self._model_directory(model),
             "release": release_named(release).name,
@@ -286,7 +287,8 @@ class ReferenceEngine:
         if self._records is not None:
             return self._records
         files = sorted(Path(self._home.name).glob("requests-*.jsonl"))
-        records = [record for file in files for record in _records(file)]
+        logs = [self._logs.setdefault(file, _LogReader(file)) for file in files]
+        records = [record for log in logs for record in log.read()]
         return [record for record in records if not record["path"].startswith("/_reference")]
 
     def call(
@@ -354,10 +356,21 @@ def _environment(keys: Mapping[str, str | None]) -> dict[str, str]:
     return kept | {name: key for name, key in keys.items() if key is not None}
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Read one request log: the last state of each request, in order of arrival."""
-    latest: dict[int, dict[str, Any]] = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        latest[record.pop("id")] = record
-    return list(latest.values())
+class _LogReader:
+    """Reads a request log that grows; each line is parsed once, and only when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._latest: dict[int, dict[str, Any]] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the last state of each request, in order of arrival."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        for line in whole.splitlines():
+            record = json.loads(line)
+            self._latest[record.pop("id")] = record
+        return list(self._latest.values())

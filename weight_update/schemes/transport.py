@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,7 @@ class SGLangCollectiveTransport:
         self._options.effective_pause_mode()
         self._options.flush_wanted()
         self._metadata: Metadata | None = None
+        self._process = os.getpid()
         self._updater = Updater(
             [SGLangEngine(url, self._options.http) for url in self._urls],
             open_group,
@@ -151,6 +153,7 @@ class SGLangCollectiveTransport:
         """
         if self.rank != 0:
             raise WeightUpdateError("Only rank 0 can initialise the weight-update group")
+        self._refuse_fork()
         self._metadata = None if model_metadata is None else dict(model_metadata)
         self._updater.connect(device or _default_device())
 
@@ -158,19 +161,20 @@ class SGLangCollectiveTransport:
         """Checks the weights against the metadata, then runs one update.
 
         Args:
-            model_id: Name of the model, kept for TorchRL's calls; ``send_weights(weights)``
-                works as well.
+            model_id: Name of the model. Collectors call ``send_weights(weights)``, which makes
+                the group if there is none and needs no metadata.
             weights: A mapping of names to tensors, a TensorDict or a module.
 
         Raises:
             RuntimeError: Not rank 0, no group, no metadata, or the update failed.
             ValueError: A weight is missing or has another dtype or shape.
         """
-        if weights is None:
-            model_id, weights = "policy", model_id
         if self.rank != 0:
             raise WeightUpdateError("Weights can be sent only from rank 0")
-        if not self.check_connection():
+        if weights is None:
+            return self.update(lambda: model_id)
+        # A group that a failed update gave up is made anew by the next one.
+        if self._updater.group is None and not self.check_connection():
             raise WeightUpdateError("Communication group not initialized")
         if self._metadata is None:
             raise WeightUpdateError("Model metadata not set")
@@ -183,6 +187,7 @@ class SGLangCollectiveTransport:
             source: Returns what to send; matched with the metadata if there is one.
             counted: Called with the new version before any engine continues.
         """
+        self._refuse_fork()
         return self._updater.update(lambda: self._plan(source()), counted=counted or _nothing)
 
     def _plan(self, weights: Any) -> tuple[Weight, ...]:
@@ -195,16 +200,31 @@ class SGLangCollectiveTransport:
 
     def flush_cache(self) -> bool:
         """Flushes the prefix cache of every server; False if one did not (the log says why)."""
+        self._refuse_fork()
         return self._updater.flush_cache()
 
     def shutdown(self) -> None:
-        """Gives the group up on both ends; never raises, safe to call twice."""
-        self._updater.shutdown()
+        """Gives the group up on both ends; never raises, safe to call twice.
+
+        After a fork it does nothing: the group is still the parent's.
+        """
+        if os.getpid() == self._process:
+            self._updater.shutdown()
+
+    def _refuse_fork(self) -> None:
+        # A fork shares the parent's sockets but has none of its threads: half an update would
+        # leave the parent's engines paused.
+        if os.getpid() != self._process:
+            raise ConfigurationError(
+                f"this transport belongs to process {self._process} and does not survive a fork",
+                remedy="create the sender in the process that uses it, or pickle it",
+            )
 
     # TorchRL's collectors call these two around the first update.
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Makes the group; sends nothing."""
+        self._refuse_fork()
         self._updater.connect(_default_device())
 
     def setup_connection_and_weights_on_receiver(
