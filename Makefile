@@ -25,7 +25,8 @@ $(READY): pyproject.toml requirements/dev.txt
 	$(BIN)/python -c "import torch" 2>/dev/null || \
 	  $(BIN)/python -m pip install -q $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
 	$(BIN)/python -m pip install -q -r requirements/dev.txt
-	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation \
+	  --config-settings editable_mode=compat -e .
 	touch $@
 
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),engines)

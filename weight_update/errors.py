@@ -66,11 +66,21 @@ class WeightUpdateError(RuntimeError):
         if self.remedy:
             text += f" [{self.remedy}]"
         if self.report is not None:
-            lines = (line.replace(f": {self.message}", "") for line in self.report.engine_lines())
+            outcomes = self.report.engines.values()
+            lines = (str(o).removesuffix(f": {self.message}") for o in outcomes)
             text += "".join(f"\n  {line}" for line in lines)
             if any(outcome.held for outcome in self.report.engines.values()):
                 text += "\n  next: update_weights() again; a full push heals and resumes them"
         return text
+
+
+def wrapped(error: Exception, phase: Phase) -> WeightUpdateError:
+    """Any exception as one of the library's own, its cause kept."""
+    if isinstance(error, WeightUpdateError):
+        return error
+    wrapper = WeightUpdateError(f"{type(error).__name__}: {error}", phase=phase)
+    wrapper.__cause__ = error
+    return wrapper
 
 
 class ConfigurationError(WeightUpdateError, ValueError):

@@ -17,7 +17,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 Strategy = Literal["tensordict", "state_dict"]
 Backend = Literal["auto", "nccl", "gloo"]
 OnFailure = Literal["hold", "resume"]
-LoadFormat = Literal["auto", "flattened_bucket", "tensors"]
+LoadFormat = Literal["flattened_bucket", "tensors"]
 DeviceLike = int | str | torch.device | None
 
 PAUSE_MODE_VARIABLE = "TORCHRL_SGLANG_PAUSE_GENERATION_MODE"
@@ -51,6 +51,8 @@ class HttpOptions:
     use_proxies: bool = False
 
     def __post_init__(self) -> None:
+        check_flag("tls_verify", self.tls_verify)
+        check_flag("use_proxies", self.use_proxies)
         if self.ca_file is not None and not os.path.exists(self.ca_file):
             raise ConfigurationError(f"ca_file={self.ca_file!r} does not exist")
 
@@ -66,8 +68,8 @@ class HttpOptions:
     ) -> HttpOptions:
         """Options with the keys from the arguments or else the environment."""
         return cls(
-            api_key=read_secret(api_key, API_KEY_VARIABLE),
-            admin_api_key=read_secret(admin_api_key, ADMIN_API_KEY_VARIABLE),
+            api_key=read_secret("api_key", api_key, API_KEY_VARIABLE),
+            admin_api_key=read_secret("admin_api_key", admin_api_key, ADMIN_API_KEY_VARIABLE),
             tls_verify=tls_verify,
             ca_file=ca_file,
             use_proxies=use_proxies,
@@ -91,7 +93,7 @@ class UpdateOptions:
     pause_mode: PauseMode | None = None
     backend: Backend = "auto"
     bucket_bytes: int | None = None
-    load_format: LoadFormat = "auto"
+    load_format: LoadFormat = "flattened_bucket"
     timeout: float = 300.0
     on_failure: OnFailure = "hold"
     dtype: torch.dtype | None = None
@@ -99,6 +101,10 @@ class UpdateOptions:
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, Backend)
+        if self.flush_cache_on_update is not None:
+            check_flag("flush_cache_on_update", self.flush_cache_on_update)
+        self.effective_pause_mode()
+        self.flush_wanted()
         check_choice("on_failure", self.on_failure, OnFailure)
         check_choice("load_format", self.load_format, LoadFormat)
         check_positive("timeout", self.timeout, number=float)
@@ -151,6 +157,12 @@ def check_choice(name: str, value: Any, accepted: Any) -> None:
     if not isinstance(value, str) or value not in get_args(accepted):
         choices = ", ".join(repr(choice) for choice in get_args(accepted))
         raise ConfigurationError(f"{name}={value!r} is unknown; accepted: {choices}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ConfigurationError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} must be True or False")
 
 
 def check_positive(name: str, value: Any, number: type = int) -> None:
@@ -251,11 +263,12 @@ def read_text(variable: str) -> str | None:
     return os.environ.get(variable, "").strip() or None
 
 
-def read_secret(argument: str | None, variable: str) -> str | None:
+def read_secret(name: str, argument: str | None, variable: str) -> str | None:
     """An API key from the argument or else the environment, trimmed; None when empty."""
     value = argument if argument is not None else os.environ.get(variable, "")
     if not isinstance(value, str) or not all(" " <= c <= "~" for c in value.strip()):
-        raise ConfigurationError(f"{variable.lower()} must be one line of ASCII text")
+        source = name if argument is not None else variable
+        raise ConfigurationError(f"{source} must be one line of ASCII text")
     return value.strip() or None
 
 

@@ -63,10 +63,12 @@ class UpdateReport:
     """What one :meth:`update_weights` call did.
 
     Attributes:
-        version: The policy version after the call; unchanged when the update failed.
-        bytes: Payload bytes sent to each engine.
-        tensors: Tensors sent.
-        buckets: Update requests an engine got.
+        version: The policy version after the call. It moves once every engine has everything,
+            so an update that failed before then leaves it, and one that could only not resume
+            an engine does not.
+        bytes: Payload bytes of the plan, for each engine.
+        tensors: Tensors of the plan.
+        buckets: Update requests of the plan, for each engine.
         seconds: Wall seconds by phase (``plan``, ``connect``, ``pause``, ``drain``, ``begin``,
             ``transfer``, ``end``, ``flush``, ``stamp``, ``count``, ``continue``), and
             ``paused`` (from the first pause call to the last continue) and ``total``.

@@ -122,7 +122,6 @@ def test_loads_are_asked_where_they_are(
         ("0.5.5", {}),
         ("0.5.9", {"pause_generation": False}),
         ("", {"model_info": False}),
-        ("", {"pause_generation": False}),
     ],
 )
 def test_a_release_without_pause_modes_is_refused_at_connect(
@@ -135,6 +134,11 @@ def test_a_release_without_pause_modes_is_refused_at_connect(
     assert caught.value.phase == "connect"
     assert "0.5.6" in caught.value.remedy
     assert (release or "unknown") in str(caught.value)
+
+
+def test_another_kind_of_server_is_told_apart_from_an_old_release() -> None:
+    with pytest.raises(ConfigurationError, match="no SGLang server answers here"):
+        capabilities("", pause_generation=False)
 
 
 def test_a_release_that_is_not_told_is_judged_by_its_routes() -> None:

@@ -190,6 +190,12 @@ NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
         (200, {"success": "yes"}, "unknown"),
         (401, {"error": "Unauthorized"}, "nothing"),
         (404, {"detail": "Not Found"}, "nothing"),
+        (500, "Internal Server Error", "nothing"),
+        (502, "<html>Bad Gateway</html>", "unknown"),
+        (503, "<html>", "unknown"),
+        (504, "<html>", "unknown"),
+        (400, {"message": f"Failed: {'long ' * 300} partially updated."}, "partly"),
+        (400, {"message": "Succeeded to update parameter online. | Failed to receive"}, "partly"),
     ],
 )
 def test_a_refused_update_says_how_much_was_applied(
@@ -209,7 +215,7 @@ def test_a_refused_update_says_how_much_was_applied(
 
 @pytest.mark.parametrize(
     ("status", "there"),
-    [(200, True), (204, True), (401, True), (403, True), (405, True), (404, False), (500, None)],
+    [(200, True), (204, True), (401, None), (403, None), (405, True), (404, False), (500, None)],
 )
 def test_a_route_is_probed_without_running_it(
     server, client, answer, status: int, there: bool | None

@@ -111,7 +111,7 @@ def push(engines: Sequence[ReferenceEngine] | ReferenceEngine, model: Any) -> No
 @contextmanager
 def timeout_of(sender: SGLangWeightSender, seconds: float) -> Iterator[None]:
     """Give a sender another deadline, so that only the update under test has a short one."""
-    updater = sender._connected_transport()._updater
+    updater = sender._transport._updater
     options = updater.options
     updater.options = replace(options, timeout=seconds)
     try:

@@ -199,7 +199,7 @@ NOTHING_APPLIED = [
     once(UPDATE, "refuse", status=400, message="no thanks"),
     once(UPDATE, "refuse", status=500, message="boom"),
     once(UPDATE, "success_false"),
-    once(UPDATE, "non_json", status=502),
+    once(UPDATE, "non_json", status=500),
     once(UPDATE, "refuse", when="after_receive", message="torn"),
 ]
 
@@ -408,6 +408,7 @@ def test_one_dead_engine_of_three_does_not_hang_the_others(
     tensors = 3 if load_format == "tensors" else None
     fault = once(UPDATE, "die", when="after_receive", tensors=tensors)
     trial = Trial(three, fault, load_format=load_format)
+    # A survivor that lost its peer may speak first, so which of them is named is open.
     error = trial.fail(named=False)
     assert trial.state(error) is UNREACHABLE
     assert trial.sender.version == trial.version

@@ -33,7 +33,7 @@ def flat(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("load_format", ["auto", "tensors"])
+@pytest.mark.parametrize("load_format", ["flattened_bucket", "tensors"])
 def test_engines_generate_with_the_new_weights_after_an_update(
     size: int, load_format: str, three: list[ReferenceEngine]
 ) -> None:

@@ -76,7 +76,7 @@ def test_a_value_that_cannot_work_is_refused_with_the_name_of_its_argument(
     [
         ("backend", ["auto", "nccl", "gloo"]),
         ("on_failure", ["hold", "resume"]),
-        ("load_format", ["auto", "flattened_bucket", "tensors"]),
+        ("load_format", ["flattened_bucket", "tensors"]),
     ],
 )
 def test_a_refused_choice_lists_what_is_accepted(argument: str, accepted: list[str]) -> None:
@@ -110,7 +110,11 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     defaults = UpdateOptions()
 
     assert defaults.timeout == 300.0
-    assert (defaults.backend, defaults.load_format, defaults.on_failure) == ("auto", "auto", "hold")
+    assert (defaults.backend, defaults.load_format, defaults.on_failure) == (
+        "auto",
+        "flattened_bucket",
+        "hold",
+    )
     assert defaults.http == HttpOptions(tls_verify=True, use_proxies=False)
 
 
@@ -306,13 +310,13 @@ def test_a_key_is_the_argument_else_the_variable_trimmed(
     if variable is not None:
         monkeypatch.setenv(options.API_KEY_VARIABLE, variable)
 
-    assert options.read_secret(argument, options.API_KEY_VARIABLE) == key
+    assert options.read_secret("api_key", argument, options.API_KEY_VARIABLE) == key
 
 
 @pytest.mark.parametrize("key", ["secret\r\nX-Evil: 1", "sec\0ret", 7, b"secret"])
 def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: Any) -> None:
-    with pytest.raises(ConfigurationError, match="weight_update_api_key") as caught:
-        options.read_secret(key, options.API_KEY_VARIABLE)
+    with pytest.raises(ConfigurationError, match="api_key") as caught:
+        options.read_secret("api_key", key, options.API_KEY_VARIABLE)
 
     assert "secret" not in str(caught.value)
 
@@ -320,8 +324,8 @@ def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: Any) 
 @pytest.mark.parametrize("key", ["schlüssel", "key-☃"])
 def test_a_key_that_is_not_ascii_is_refused_without_showing_it(key: str) -> None:
     """A header that cannot be encoded would fail inside the HTTP library, after a pause."""
-    with pytest.raises(ConfigurationError, match="weight_update_api_key") as caught:
-        options.read_secret(key, options.API_KEY_VARIABLE)
+    with pytest.raises(ConfigurationError, match="api_key") as caught:
+        options.read_secret("api_key", key, options.API_KEY_VARIABLE)
 
     assert key not in str(caught.value)
 

@@ -39,6 +39,7 @@ class FakeEngine:
     url: str
     ranks: int | None = 1
     harmless_name: str = "none"
+    flush_skipped: str = "Skipping the SGLang radix-cache flush"
     shown: str | None = "default"
     paused: bool = False
     open: bool = False

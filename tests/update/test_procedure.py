@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,138 @@ def test_a_failed_update_reports_what_this_update_did_not_what_the_last_did() ->
     assert states(error)[0] is EngineState.OLD
     assert error.report is not None
     assert error.report.version == 1
+
+
+class _Held:
+    """Holds one call of an engine back until the test lets it go."""
+
+    def __init__(self, engine: Any, call: str, *, then: Exception | None = None) -> None:
+        self.gate = threading.Event()
+        self._enter, self._call, self._then = engine._enter, call, then
+        self._spent = False
+        engine._enter = self
+
+    def __call__(self, call: str) -> None:
+        self._enter(call)
+        if call == self._call and not self._spent:
+            self._spent = True
+            self.gate.wait(20)
+            if self._then is not None:
+                raise self._then
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_answer_that_comes_after_its_attempt_changes_nothing_in_the_next(fails: bool) -> None:
+    home = house(2)
+    late = fakes.FAULTS["reset"](home.engines[1].url) if fails else None
+    held = _Held(home.engines[1], "apply", then=late)
+    home.engines[0].fail("apply", "refuse")
+    assert states(failure_of(home))[1] is EngineState.MIXED
+    home.engines[1].fail("apply", "refuse", after=3)
+    second = _Held(home.engines[0], "begin")
+    timer = threading.Timer(0.3, lambda: (held.gate.set(), time.sleep(0.2), second.gate.set()))
+    timer.start()
+
+    error = failure_of(home)
+
+    assert states(error)[1] is EngineState.MIXED
+    assert home.engines[1].paused
+    report = home.push()
+    assert not any(outcome.paused for outcome in report.engines.values())
+
+
+def test_a_push_that_lacks_weights_of_the_failed_one_does_not_heal() -> None:
+    home = house(2)
+    home.engines[0].fail("apply", "refuse", after=2)
+    failure_of(home)
+    some = fakes.extract_weights({"a": fakes.torch.zeros(2)})
+
+    with pytest.raises(WeightUpdateError, match="lacks 3 of the tensors") as failure:
+        home.updater.update(lambda: some, counted=lambda version: ())
+
+    assert failure.value.phase == "plan"
+    assert home.engines[0].paused
+    assert home.push().engines[home.engines[0].url].state is EngineState.NEW
+
+
+@pytest.mark.parametrize("call", ["apply", "recover"])
+def test_a_bug_in_a_client_is_never_taken_for_a_clean_engine(call: str) -> None:
+    home = house(1)
+    home.engines[0].fail("apply", "refuse" if call == "recover" else "bug", after=2)
+    if call == "recover":
+        home.engines[0].fail("recover", "bug")
+
+    error = failure_of(home)
+
+    assert states(error)[0] in (EngineState.MIXED, EngineState.UNREACHABLE)
+    assert home.engines[0].paused
+
+
+def test_a_slow_close_still_leaves_time_to_resume_a_clean_engine() -> None:
+    home = house(1)
+    home.engines[0].fail("begin", "refuse")
+    home.engines[0].fail("recover", "late")
+
+    error = failure_of(home)
+
+    assert states(error) == [EngineState.OLD]
+    assert not home.engines[0].paused
+
+
+def test_collectors_that_hang_do_not_keep_the_engines_paused() -> None:
+    home = house(1, timeout=1.0)
+    weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
+    release = threading.Event()
+
+    def hang(version: int) -> list[str]:
+        release.wait(20)
+        return []
+
+    report = home.updater.update(lambda: weights, counted=hang)
+    release.set()
+
+    assert not home.engines[0].paused
+    assert "did not count the version in time" in report.warnings[0]
+
+
+def test_an_engine_that_was_lost_is_joined_anew_once_it_is_back() -> None:
+    home = house(2)
+    home.push()
+    home.engines[1].fail("stamp", "reset")
+    home.engines[1].dead = False
+    home.engines[1].faults["resume"] = [fakes.FAULTS["reset"](home.engines[1].url)]
+    home.engines[1].faults["label"] = [None, fakes.FAULTS["reset"](home.engines[1].url)]
+
+    error = failure_of(home)
+
+    assert states(error)[1] is EngineState.UNREACHABLE
+    home.push()
+    assert len(home.groups) == 2
+
+
+def test_a_survivor_is_known_to_serve_under_an_older_label_until_the_next_stamp() -> None:
+    home = house(2)
+    home.push()
+    home.engines[1].fail("flush", "partial")
+    home.engines[1].faults["flush"] *= 2
+    first = failure_of(home)
+    home.engines[1].fail("begin", "refuse")
+    second = failure_of(home)
+
+    url = home.engines[0].url
+    for error in (first, second):
+        assert error.report is not None
+        assert "older label" in str(error.report.engines[url])
+    assert "older label" not in str(home.push().engines[url])
+
+
+def test_making_the_group_anew_forgets_no_doubt() -> None:
+    home = house(1)
+    home.engines[0].fail("apply", "refuse", after=2)
+    failure_of(home)
+
+    home.updater.connect(fakes.torch.device("cpu"))
+    home.engines[0].fail("begin", "refuse")
+
+    assert states(failure_of(home)) == [EngineState.MIXED]
+    assert home.engines[0].paused

@@ -8,6 +8,7 @@ from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
+from requests.utils import get_environ_proxies
 
 from weight_update.errors import EngineRejected, EngineUnreachable, Phase, UpdateTimeout
 from weight_update.options import HttpOptions
@@ -39,8 +40,12 @@ class EngineHttp:
         self._idle_check = threading.Lock()
         self._last_used = time.monotonic()
         self._session = requests.Session()
-        self._session.trust_env = options.use_proxies
+        # The environment would also bring netrc entries, which replace the bearer key, and
+        # certificate bundles, which replace the options': only its proxies are let in.
+        self._session.trust_env = False
         self._session.verify = options.ca_file or options.tls_verify
+        if options.use_proxies:
+            self._session.proxies.update(get_environ_proxies(url))
         self._session.mount("http://", HTTPAdapter(pool_maxsize=4))
         self._session.mount("https://", HTTPAdapter(pool_maxsize=4))
 
@@ -72,7 +77,7 @@ class EngineHttp:
             raise UpdateTimeout(f"no time left for {route}", engine=self.url, phase=phase)
         self._drop_idle_connections()
         try:
-            return self._session.request(
+            response = self._session.request(
                 method,
                 f"{self.url}{route}",
                 json=body,
@@ -80,6 +85,8 @@ class EngineHttp:
                 timeout=_limits(deadline),
                 allow_redirects=False,
             )
+            self._last_used = time.monotonic()
+            return response
         except requests.ReadTimeout as error:
             raise UpdateTimeout(
                 f"no answer to {method} {route} within {deadline.seconds:.1f} s",
@@ -91,7 +98,7 @@ class EngineHttp:
                 f"{method} {route} got no answer: {_cause(error)}",
                 engine=self.url,
                 phase=phase,
-                remedy="check that the server runs and that its address is right",
+                remedy=_connection_remedy(str(error)),
             ) from error
 
     def rejection(self, response: requests.Response, *, phase: Phase) -> EngineRejected:
@@ -154,6 +161,12 @@ def _cause(error: BaseException) -> str:
 
 def _inner_cause(error: BaseException) -> object:
     return getattr(error, "reason", None) or error.args[-1]
+
+
+def _connection_remedy(text: str) -> str:
+    if "WRONG_VERSION_NUMBER" in text:
+        return "the server does not speak TLS: write http://"
+    return "check that the server runs and that its address is right"
 
 
 def _remedy(status: int) -> str:

@@ -35,6 +35,7 @@ class SGLangEngine:
         options: Keys, TLS and proxies.
     """
 
+    flush_skipped = "Skipping the SGLang radix-cache flush"
     # Every SGLang loader skips rotary tables: it computes them itself.
     harmless_name = "model.layers.0.self_attn.rotary_emb.inv_freq"
 

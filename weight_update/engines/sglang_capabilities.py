@@ -11,7 +11,6 @@ from weight_update.errors import ConfigurationError
 
 PROBED_ROUTES = (
     "/pause_generation",
-    "/init_weights_update_group",
     "/begin_weight_update",
     "/model_info",
     "/v1/loads",
@@ -140,6 +139,13 @@ def _refuse_old(
     routes: Mapping[str, bool | None],
     url: str,
 ) -> None:
+    if not release and routes["/pause_generation"] is False:
+        raise ConfigurationError(
+            "no SGLang server answers here: /server_info and /pause_generation are missing",
+            engine=url,
+            phase="connect",
+            remedy="give the server's root URL (without /v1), and not another service's",
+        )
     if number is not None:
         too_old = number < _OLDEST
     else:

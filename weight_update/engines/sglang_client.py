@@ -12,6 +12,9 @@ from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
 
+# What a proxy or gateway answers in the server's place.
+_NOT_THE_SERVERS_OWN = (502, 503, 504)
+
 
 class SGLangClient:
     """Calls the weight-update routes of one SGLang server.
@@ -30,7 +33,7 @@ class SGLangClient:
         response = self._http.call("OPTIONS", route, phase="connect", deadline=deadline)
         if response.status_code == 404:
             return False
-        return True if response.status_code in (200, 204, 401, 403, 405) else None
+        return True if response.status_code in (200, 204, 405) else None
 
     def server_info(self, deadline: Deadline) -> dict[str, Any]:
         """Release and layout; empty when the server has no such route.
@@ -169,11 +172,16 @@ def update_request(bucket: Bucket, *, group_name: str, flat: bool, flush: bool) 
 
 def _applied(error: EngineRejected) -> Applied:
     """How much a refused update request had loaded, from the server's own words."""
-    if "Weights were updated" in error.message:
+    response = error.response
+    text = error.message if response is None else response.text
+    if "Weights were updated" in text:
         return "all"
-    if "partially updated" in error.message:
+    # Ranks answer in one text: one may have loaded what another refused.
+    if "partially updated" in text or "Succeeded to update" in text:
         return "partly"
-    if error.response is not None and error.response.status_code == 200:
-        body = json_of(error.response)
+    if response is not None and response.status_code in _NOT_THE_SERVERS_OWN:
+        return "unknown"
+    if response is not None and response.status_code == 200:
+        body = json_of(response)
         return "nothing" if isinstance(body, dict) and body.get("success") is False else "unknown"
     return "nothing"

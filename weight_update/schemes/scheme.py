@@ -54,9 +54,10 @@ class SGLangWeightSyncScheme(CollectorScheme):
             ``"retract"``.
         backend: ``"auto"`` (by device), ``"nccl"`` or ``"gloo"``; sent to the servers.
         bucket_bytes: A bucket is closed before it exceeds this; None means 2 GiB on CUDA and
-            256 MiB on the CPU (or ``WEIGHT_UPDATE_BUCKET_BYTES``).
-        load_format: ``"auto"`` or ``"flattened_bucket"`` (one buffer a bucket), or
-            ``"tensors"`` (one broadcast a tensor).
+            256 MiB on the CPU (or ``WEIGHT_UPDATE_BUCKET_BYTES``). Two buffers of the largest
+            bucket stay allocated on the trainer between updates.
+        load_format: ``"flattened_bucket"`` (one buffer a bucket) or ``"tensors"`` (one
+            broadcast a tensor).
         dtype: Floating tensors are cast to it on the way; None sends them as they are.
         timeout: Seconds for a whole connect or update; overrun by 2 s at most.
         api_key: Key of ordinary routes (or ``WEIGHT_UPDATE_API_KEY``).
@@ -92,7 +93,7 @@ class SGLangWeightSyncScheme(CollectorScheme):
         *,
         backend: Backend = "auto",
         bucket_bytes: int | None = None,
-        load_format: LoadFormat = "auto",
+        load_format: LoadFormat = "flattened_bucket",
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
         api_key: str | None = None,
@@ -130,16 +131,17 @@ class SGLangWeightSyncScheme(CollectorScheme):
                 use_proxies=use_proxies,
             ),
         )
-        self.options.effective_pause_mode()
-        self.options.flush_wanted()
 
-    master_address = property(lambda self: self.options.master_address)
-    master_port = property(lambda self: self.options.master_port)
-    num_gpus = property(lambda self: self.options.num_gpus)
-    device = property(lambda self: self.options.device)
-    flush_cache_on_update = property(lambda self: self.options.flush_cache_on_update)
-    pause_mode = property(lambda self: self.options.pause_mode)
-    timeout = property(lambda self: self.options.timeout)
+    def __getattr__(self, name: str) -> Any:
+        """Every constructor argument but the keys is an attribute of the same name."""
+        options = self.__dict__.get("options")
+        for holder in (options, getattr(options, "http", None)):
+            if name in getattr(holder, "__dataclass_fields__", {}) and "api_key" not in name:
+                return getattr(holder, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.server_url!r}, strategy={self.strategy_name!r})"
 
     @property
     def world_size(self) -> int:

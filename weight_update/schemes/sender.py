@@ -12,11 +12,10 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, UpdateReport
-from weight_update.weights.extract import Metadata, extract_weights
+from weight_update.weights.extract import Metadata, device_of
 
 if TYPE_CHECKING:
     from weight_update.schemes.scheme import SGLangWeightSyncScheme
-    from weight_update.schemes.transport import SGLangCollectiveTransport
 
 
 class SGLangWeightSender:
@@ -40,7 +39,8 @@ class SGLangWeightSender:
 
     def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
         self._scheme = scheme
-        self._transport: SGLangCollectiveTransport | None = None
+        # One transport for life: what is known of mixed engines must outlive a group.
+        self._transport = scheme.create_transport()
         self._model_ref: weakref.ref[nn.Module] | None = None
         self._collectors: list[Any] = []
 
@@ -51,8 +51,11 @@ class SGLangWeightSender:
             ConfigurationError: It is no module, or one without weights.
         """
         if not isinstance(model, nn.Module):
-            raise ConfigurationError(f"a torch module is needed, not {type(model).__name__}")
-        extract_weights(model)
+            raise ConfigurationError(
+                f"a torch module is needed, not {type(model).__name__}",
+                remedy="pass a mapping of tensors to update_weights() instead",
+            )
+        device_of(model)
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
@@ -85,13 +88,18 @@ class SGLangWeightSender:
         Raises:
             WeightUpdateError: See :meth:`SGLangCollectiveTransport.init_all_workers_group`.
         """
-        if self._transport is not None:
-            self._transport.shutdown()
-        self._transport = self._scheme.create_transport()
         self._transport.init_all_workers_group(model_metadata, device=self._model_device())
 
     def update_weights(self, weights: Any = None) -> UpdateReport:
         """Brings the weights to every server; returns when all generate with them.
+
+        Takes at most the scheme's ``timeout`` and 2 s. Calls from several threads wait for
+        each other. In a multi-process trainer, rank 0 alone calls it, with full tensors.
+
+        Names must be those of the checkpoint that the servers loaded: SGLang answers yes to
+        names that it does not know and loads nothing for them. Of a wrapper with parts of its
+        own (a value head, say), pass the inner model. A mapping may hold only some of the
+        weights, except while a server holds mixed ones.
 
         Args:
             weights: A module, a mapping of names to tensors, or a TensorDict; None takes the
@@ -102,33 +110,39 @@ class SGLangWeightSender:
 
         Raises:
             WeightUpdateError: Nothing or not everything was updated; its ``report`` says for
-                each server what it holds and whether it is paused.
+                each server what it holds and whether it is paused. Calling again is the way
+                on: a full push heals and resumes servers with mixed weights, and one that was
+                restarted on its URL is joined again. By kind: ``ConfigurationError`` and
+                ``WeightMismatchError`` (before any server was touched), ``EngineRejected``,
+                ``EngineUnreachable``, ``UpdateTimeout``.
         """
 
         def source() -> Any:
             return self._model() if weights is None else weights
 
-        return self._connected_transport().update(source, self._count)
+        return self._transport.update(source, self._count)
 
     def flush_cache(self) -> bool:
         """Flushes the prefix cache of every server; False if one did not (the log says why)."""
-        return self._connected_transport().flush_cache()
+        return self._transport.flush_cache()
 
     @property
     def engines(self) -> Mapping[str, EngineOutcome]:
         """What is known of each engine, by URL."""
-        return self._connected_transport().engines
+        return self._transport.engines
 
     @property
     def version(self) -> int:
         """The last version that every server confirmed; 0 before the first."""
-        return 0 if self._transport is None else self._transport.version
+        return self._transport.version
 
     def shutdown(self) -> None:
-        """Gives the group up and forgets collectors and model; safe to call twice."""
-        if self._transport is not None:
-            self._transport.shutdown()
-        self._transport, self._model_ref = None, None
+        """Gives the group up and forgets collectors and model; safe to call twice.
+
+        A sender that is used again afterwards makes a new group.
+        """
+        self._transport.shutdown()
+        self._model_ref = None
         self._collectors.clear()
 
     def __enter__(self) -> SGLangWeightSender:
@@ -144,17 +158,17 @@ class SGLangWeightSender:
 
     def __getstate__(self) -> dict[str, Any]:
         # A sender that crosses a process is configuration: it registers and connects anew.
-        return {**self.__dict__, "_transport": None, "_model_ref": None, "_collectors": []}
+        return {**self.__dict__, "_model_ref": None, "_collectors": []}
 
-    def _connected_transport(self) -> SGLangCollectiveTransport:
-        if self._transport is None:
-            self._transport = self._scheme.create_transport()
-        return self._transport
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._scheme!r}, version={self.version})"
 
     def _model(self) -> nn.Module:
         if self._model_ref is None:
-            raise WeightUpdateError(
-                "No model registered", phase="plan", remedy="call register_model(), or pass weights"
+            raise ConfigurationError(
+                "No model registered (or the sender was shut down since)",
+                phase="plan",
+                remedy="call register_model(), or pass weights",
             )
         model = self._model_ref()
         if model is None:
@@ -167,7 +181,7 @@ class SGLangWeightSender:
 
     def _model_device(self) -> torch.device | None:
         model = None if self._model_ref is None else self._model_ref()
-        return None if model is None else extract_weights(model)[0].device
+        return None if model is None else device_of(model)
 
     def _count(self, version: int) -> list[str]:
         warnings = []

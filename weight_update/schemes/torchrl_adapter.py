@@ -14,12 +14,14 @@ import warnings
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torchrl import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
 
 from weight_update.errors import ConfigurationError
 from weight_update.options import Strategy
+from weight_update.weights.extract import device_of
 
 __all__ = ["CollectorScheme", "torchrl_logger"]
 
@@ -74,15 +76,30 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
         model_id: str | None = None,
         context: Any = None,
         ctx: Any = None,
+        remote_collectors: Any = None,
         model: nn.Module | None = None,
         **ignored: Any,
     ) -> None:
+        if ctx is not None or remote_collectors is not None:
+            raise ConfigurationError(
+                "collectors with workers of their own are not driven by this scheme yet: their "
+                "frames would carry no version",
+                remedy="use scheme.create_sender() and register_collector()",
+            )
         self.model_id = model_id or "policy"
         if context is not None:
             self.context = context
         if model is not None:
             self.register_model(model)
-        self._register_worker_sender(worker_idx=0, transport=self.create_transport())
+        transport = self.create_transport()
+        transport.follow(self._device)
+        self._register_worker_sender(worker_idx=0, transport=transport)
+
+    def _device(self) -> torch.device | None:
+        try:
+            return device_of(self.prepare_weights(None, "policy", None, self.context))
+        except ConfigurationError:
+            return None
 
     def _init_on_receiver_impl(
         self, model_id: str | None = None, context: Any = None, **ignored: Any

@@ -75,14 +75,15 @@ class SGLangCollectiveTransport:
             flush_cache_on_update=flush_cache_on_update,
             pause_mode=pause_mode,
         )
-        self._options.effective_pause_mode()
-        self._options.flush_wanted()
         self._metadata: Metadata | None = None
+        self._model_device: Callable[[], torch.device | None] = _default_device
         self._process = os.getpid()
         self._updater = Updater(
             [SGLangEngine(url, self._options.http) for url in self._urls],
             open_group,
-            lambda device: BucketPacker(device, flat=self._options.load_format != "tensors"),
+            lambda device: BucketPacker(
+                device, flat=self._options.load_format == "flattened_bucket"
+            ),
             self._options,
         )
 
@@ -225,7 +226,11 @@ class SGLangCollectiveTransport:
     def setup_connection_and_weights_on_sender(self) -> None:
         """Makes the group; sends nothing."""
         self._refuse_fork()
-        self._updater.connect(_default_device())
+        self._updater.connect(self._model_device() or _default_device())
+
+    def follow(self, model_device: Callable[[], torch.device | None]) -> None:
+        """Says where the weights will live, for a group that is made before any are sent."""
+        self._model_device = model_device
 
     def setup_connection_and_weights_on_receiver(
         self,

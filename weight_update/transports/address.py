@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import time
@@ -70,11 +71,15 @@ def listen(address: str, port: int | None) -> socket.socket:
         try:
             return _bound(address, port)
         except OSError as error:
-            if patience.expired():
+            if patience.expired() or error.errno != errno.EADDRINUSE:
                 raise ConfigurationError(
                     f"cannot listen on master_address={address!r}, master_port={port}: {error}",
                     phase="connect",
-                    remedy="leave master_port=None to take a free port",
+                    remedy=(
+                        "leave master_port=None to take a free port"
+                        if error.errno == errno.EADDRINUSE
+                        else "name an address of this host, or leave master_address=None"
+                    ),
                 ) from error
         time.sleep(0.05)
 

@@ -74,8 +74,8 @@ class UpdateGroup:
             self.give_up()
 
     def arrived(self, rank: int) -> bool:
-        """Whether a rank has come to the rendezvous; NCCL ranks never wait in it."""
-        return self.backend == "nccl" or torch_private.has_arrived(self._store, rank)
+        """Whether a rank is seen waiting in the rendezvous; NCCL ranks answer at once instead."""
+        return self.backend == "gloo" and torch_private.has_arrived(self._store, rank)
 
     def missing_rank(self) -> int | None:
         """The rank that :meth:`join` is waiting for right now, when that is known."""

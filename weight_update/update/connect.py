@@ -7,12 +7,15 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 from weight_update.errors import ConfigurationError, UpdateTimeout, WeightUpdateError
-from weight_update.update.fleet import Fleet, Member
+from weight_update.update.fleet import Attempt, Fleet, Member, raise_first
 from weight_update.update.protocols import Group
 from weight_update.waiting import Deadline, spawn
 
 _WATCH_SECONDS = 0.05
+# A hung engine may come late; past this, a listener that nobody wants is not kept any longer.
 _LINGER_SECONDS = 300.0
+# How long an engine's own words are waited for once the trainer's join failed.
+_CULPRIT_SECONDS = 0.5
 
 
 def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
@@ -38,18 +41,30 @@ def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
             phase="connect",
             remedy="leave num_gpus=None to ask the servers",
         )
-    share, odd = divmod((num_gpus or 0) - told, unknown) if unknown else (0, 0)
-    if unknown and (share < 1 or odd):
+    share = _share(unknown, num_gpus, told) if unknown else 0
+    offset = 1
+    for member, ranks in zip(fleet.members, known, strict=True):
+        member.rank_offset, member.ranks = offset, share if ranks is None else ranks
+        offset += member.ranks
+    return offset
+
+
+def _share(unknown: int, num_gpus: int | None, told: int) -> int:
+    """Ranks of each engine that does not say how many it runs."""
+    if num_gpus is None:
         raise ConfigurationError(
-            "the servers do not say how many ranks they run",
+            f"{unknown} server(s) do not say how many ranks they run",
             phase="connect",
             remedy="set num_gpus=",
         )
-    offset = 1
-    for member, ranks in zip(fleet.members, known, strict=True):
-        member.rank_offset = offset
-        offset += share if ranks is None else ranks
-    return offset
+    share, odd = divmod(num_gpus - told, unknown)
+    if share < 1 or odd:
+        raise ConfigurationError(
+            f"num_gpus={num_gpus} less {told} known rank(s) does not divide among {unknown} "
+            "server(s) that do not say how many they run",
+            phase="connect",
+        )
+    return share
 
 
 def join(
@@ -66,7 +81,7 @@ def join(
     """
     group = open_group()
 
-    def invite(member: Member) -> None:
+    def invite(member: Member, _: Attempt) -> None:
         member.engine.join(
             address=group.address,
             port=group.port,
@@ -94,7 +109,7 @@ def _dissolve(fleet: Fleet, group: Group) -> None:
     answered; then closing it sends them all away at once.
     """
     invited = [
-        (m.call, range(m.rank_offset, m.rank_offset + (m.engine.ranks or 1)))
+        (m.call, range(m.rank_offset, m.rank_offset + m.ranks))
         for m in fleet.members
         if m.call is not None
     ]
@@ -119,26 +134,28 @@ def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:
 
 
 def _watch(fleet: Fleet, group: Group, joining: Future[None], deadline: Deadline) -> None:
-    calls = {member.call for member in fleet.members if member.call is not None}
+    calls = fleet.calls()
     pending: set[Future[None]] = {joining, *calls}
     while pending:
         seconds = min(_WATCH_SECONDS, deadline.remaining())
         done, pending = wait(pending, timeout=seconds, return_when=FIRST_EXCEPTION)
-        for call in done:
-            _result(call, is_trainer=call is joining)
+        if joining.done() and joining.exception():
+            done |= wait(calls, _CULPRIT_SECONDS, FIRST_EXCEPTION).done
+        raise_first(call for call in calls if call in done)
+        if joining.done():
+            _joined(joining)
         if pending and deadline.expired():
             raise UpdateTimeout(_who_is_missing(fleet, group, deadline), phase="connect")
 
 
-def _result(call: Future[None], *, is_trainer: bool) -> None:
+def _joined(joining: Future[None]) -> None:
     try:
-        call.result()
+        joining.result()
     except WeightUpdateError:
         raise
     except Exception as error:
-        who = "Trainer" if is_trainer else "Engine"
         raise WeightUpdateError(
-            f"{who} process group init failed: {error}", phase="connect"
+            f"Trainer process group init failed: {error}", phase="connect"
         ) from error
 
 

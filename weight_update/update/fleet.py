@@ -6,43 +6,98 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 
-from weight_update.errors import Phase, UpdateTimeout, WeightUpdateError
+from weight_update.errors import Phase, UpdateTimeout
 from weight_update.report import EngineOutcome, EngineState
 from weight_update.update.protocols import Engine, Session
 from weight_update.waiting import Deadline, spawn
 
+MISLABELLED = "serves the weights of a failed update under an older label"
+
+
+@dataclass
+class Attempt:
+    """What one attempt brought to one engine.
+
+    The calls of an attempt write here and nowhere else: an answer that comes after the
+    attempt was given up lands in an object that nobody reads any more.
+
+    Attributes:
+        names: The weights that it brings.
+        full: Whether they are the model's; a warm-up brings none of it.
+        buckets: Update requests that it takes.
+        session: The engine's update, once it was begun.
+        found_open: Another update was open on the engine.
+        confirmed: Buckets that the engine confirmed.
+        flush_refused: The engine loaded everything, but could not flush its cache yet.
+        suspicion: Why the engine's answers do not tell what it holds; empty when they do.
+    """
+
+    names: frozenset[str] = frozenset()
+    full: bool = True
+    buckets: int = 0
+    session: Session | None = None
+    found_open: bool = False
+    confirmed: int = 0
+    flush_refused: bool = False
+    suspicion: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the engine surely holds everything."""
+        return 0 < self.buckets == self.confirmed and not self.suspicion
+
+    def doubt_left(self, before: str) -> str:
+        """Why the engine does not hold one clean version if the attempt ends here.
+
+        Args:
+            before: The same, before the attempt.
+
+        Example:
+            >>> Attempt(buckets=4, confirmed=1).doubt_left("")
+            '1 of 4 buckets applied'
+            >>> Attempt(full=False, buckets=1, confirmed=1).doubt_left("mixed before")
+            'mixed before'
+        """
+        if not self.full:
+            return before
+        if self.suspicion:
+            return self.suspicion
+        if self.confirmed:
+            return f"{self.confirmed} of {self.buckets} buckets applied"
+        return before
+
 
 @dataclass
 class Member:
-    """What the trainer knows of one engine.
+    """What the trainer knows of one engine; only the updating thread writes it.
 
     Attributes:
+        ranks: Ranks of the engine in the group.
         state: Which weights it holds.
         label: The version label that it is known to show; None when that is uncertain.
         maybe_paused: A pause was asked for and no continue was confirmed since.
-        session: The update that may be open on it.
-        confirmed: Buckets of this attempt that it confirmed.
-        full: Whether this attempt brings every weight.
-        buckets: Buckets of this attempt.
-        flush_refused: It loaded everything, but could not flush its cache yet.
+        maybe_open: An update was begun and its end was not confirmed.
         doubt: Why it does not hold one clean version; empty when it does. It outlives an
             attempt: only a full push heals.
+        owed: Names of the weights that a push must hold to heal it.
+        mislabelled: It serves the weights of a failed update under an older label.
         detail: What went wrong, for the report.
-        call: The call that runs on it now, or the last one.
+        attempt: The attempt that runs, or the last one.
+        call: The call that runs on it, or the last one.
     """
 
     engine: Engine
     rank_offset: int = 0
+    ranks: int = 1
     state: EngineState = EngineState.OLD
     label: str | None = None
     maybe_paused: bool = False
-    session: Session | None = None
-    full: bool = True
-    buckets: int = 0
-    confirmed: int = 0
-    flush_refused: bool = False
+    maybe_open: bool = False
     doubt: str = ""
+    owed: frozenset[str] = frozenset()
+    mislabelled: bool = False
     detail: str = ""
+    attempt: Attempt = field(default_factory=Attempt)
     call: Future[None] | None = field(default=None, repr=False)
 
     @property
@@ -50,46 +105,32 @@ class Member:
         """The engine's URL."""
         return self.engine.url
 
-    def start_attempt(self, buckets: int = 0, *, full: bool = True) -> None:
-        """Forgets the last attempt, except what it left behind on the engine."""
-        self.full, self.buckets, self.confirmed, self.flush_refused = full, buckets, 0, False
-        self.detail = ""
+    @property
+    def answered_well(self) -> bool:
+        """Whether the last call ended without an error."""
+        return self.call is not None and self.call.done() and self.call.exception() is None
+
+    def start(self, attempt: Attempt) -> None:
+        """Starts an attempt; what the last one left behind on the engine is kept."""
+        self.attempt, self.call, self.detail = attempt, None, ""
         self.state = EngineState.MIXED if self.doubt else EngineState.OLD
 
-    def finish_attempt(self) -> None:
-        """Everything is applied and the cache is as clean as the policy wants it."""
-        if self.full:
-            self.state, self.doubt, self.flush_refused = EngineState.NEW, "", False
+    def renew(self) -> None:
+        """Everything is applied and the cache is as clean as the rules want it."""
+        self.state, self.doubt, self.owed = EngineState.NEW, "", frozenset()
+        self.mislabelled = True  # until the label is written
 
-    def suspect(self, why: str) -> None:
-        """What the engine holds cannot be told from its answers any more."""
-        if self.full:
-            self.doubt = why
-
-    def disbelieve(self, why: str) -> None:
-        """The engine's confirmations turned out to be worth nothing."""
-        self.confirmed = 0
-        self.suspect(why)
-
-    def conclude(self) -> None:
-        """Settles the state of a failed attempt from what was confirmed and what is doubted."""
-        if self.state is EngineState.NEW:
-            return
-        if self.confirmed and not self.doubt:
-            self.suspect(f"{self.confirmed} of {self.buckets} buckets applied")
-        self.state = EngineState.MIXED if self.doubt else EngineState.OLD
-        self.detail = self.doubt or self.detail
-
-    def forget(self, label: str | None) -> None:
+    def forget(self) -> None:
         """The engine restarted: what was known of it is gone with the old process."""
-        self.state, self.label, self.doubt = EngineState.OLD, label, ""
-        self.maybe_paused, self.session = False, None
+        self.state, self.doubt, self.owed = EngineState.OLD, "", frozenset()
+        self.maybe_paused = self.maybe_open = self.mislabelled = False
 
     def outcome(self) -> EngineOutcome:
         """The engine's line in the report."""
         clean = self.state in (EngineState.OLD, EngineState.NEW)
         label = self.label if clean else None
-        return EngineOutcome(self.url, self.state, label, self.maybe_paused, self.detail)
+        detail = self.detail or (MISLABELLED if self.mislabelled and clean else "")
+        return EngineOutcome(self.url, self.state, label, self.maybe_paused, detail)
 
 
 class Fleet:
@@ -106,10 +147,14 @@ class Fleet:
         """State of each engine, by URL."""
         return {member.url: member.outcome() for member in self.members}
 
-    def start(self, call: Callable[[Member], None]) -> None:
+    def start(self, call: Callable[[Member, Attempt], None]) -> None:
         """Starts ``call`` on every engine; :meth:`gather` waits for it."""
         for member in self.members:
-            member.call = spawn(call, member)
+            member.call = spawn(call, member, member.attempt)
+
+    def calls(self) -> list[Future[None]]:
+        """The calls that run, or the last ones, in the engines' order."""
+        return [member.call for member in self.members if member.call is not None]
 
     def gather(self, phase: Phase, deadline: Deadline) -> None:
         """Waits until every engine's call ended well.
@@ -119,29 +164,28 @@ class Fleet:
                 the others may still run.
             UpdateTimeout: Some had not answered at the deadline.
         """
-        calls = {member.call: member for member in self.members if member.call is not None}
+        calls = self.calls()
         done, pending = wait(calls, timeout=deadline.remaining(), return_when=FIRST_EXCEPTION)
-        for call in done:
-            call.result()
+        raise_first(call for call in calls if call in done)
         if pending:
-            late = [member.url for call, member in calls.items() if call in pending]
+            late = [member.url for member in self.members if member.call in pending]
             others = f"; nor from {', '.join(late[1:])}" if late[1:] else ""
             raise UpdateTimeout(
                 f"no answer within {deadline.seconds:.1f} s{others}",
                 engine=late[0],
                 phase=phase,
+                remedy="look at the engine's log; timeout= sets how long to wait",
             )
 
-    def each(self, phase: Phase, call: Callable[[Member], None], deadline: Deadline) -> None:
+    def each(
+        self, phase: Phase, call: Callable[[Member, Attempt], None], deadline: Deadline
+    ) -> None:
         """Runs ``call`` on every engine at once and waits for all."""
         self.start(call)
         self.gather(phase, deadline)
 
 
-def wrapped(error: Exception, phase: Phase) -> WeightUpdateError:
-    """Any exception as one of the library's own, its cause kept."""
-    if isinstance(error, WeightUpdateError):
-        return error
-    wrapper = WeightUpdateError(f"{type(error).__name__}: {error}", phase=phase)
-    wrapper.__cause__ = error
-    return wrapper
+def raise_first(calls: Iterable[Future[None]]) -> None:
+    """Raises the error of the first of some finished calls that has one."""
+    for call in calls:
+        call.result()

@@ -7,10 +7,9 @@ holds and leaves it in a state that the report names.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,18 +24,16 @@ from weight_update.errors import (
 )
 from weight_update.options import PauseMode
 from weight_update.report import UpdateReport
-from weight_update.update.fleet import Fleet, Member
-from weight_update.update.policy import Policy
-from weight_update.update.protocols import Group, Packer
+from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.update.protocols import Group, Packer, Session
+from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import settle
-from weight_update.waiting import Deadline
+from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan
 
-_log = logging.getLogger("weight_update")
-
 _WATCH_SECONDS = 0.02
+# How long an engine's own words are waited for once the wire broke.
 _CULPRIT_SECONDS = 0.5
-SKIPPED_FLUSH = "Skipping the SGLang radix-cache flush"
 
 
 class Stopwatch:
@@ -70,7 +67,7 @@ class Procedure:
     group: Group
     packer: Packer
     plan: Plan
-    policy: Policy
+    rules: UpdateRules
     deadline: Deadline
     watch: Stopwatch = field(default_factory=Stopwatch)
     warnings: list[str] = field(default_factory=list)
@@ -86,98 +83,155 @@ class Procedure:
         try:
             self._steps(packed)
         except BaseException as error:
-            settle(self.fleet, self.group, self.policy, self.watch.phase, error)
+            self._settle(error)
             raise
         finally:
             self.watch.seconds["paused"] = time.perf_counter() - paused_at
 
     def _steps(self, packed: list[torch.Tensor]) -> None:
-        self._each("pause", self._pause)
-        self._each("drain", lambda m: m.engine.drain(self.policy.pause_mode, self.deadline))
-        self._each("begin", self._begin)
+        self._pause()
+        self._each("drain", lambda m, _: m.engine.drain(self.rules.pause_mode, self.deadline))
+        self._begin()
         with self.watch.running("transfer"):
             self._transfer(packed)
-        self._each("end", self._end)
+        self._end()
         self._flush()
         self._stamp()
-        with self.watch.running("count"):
-            self.warnings += self.policy.counted()
-        self._each("continue", self._resume)
+        self._count()
+        self._continue()
+
+    def _settle(self, error: BaseException) -> None:
+        self._believe_answers()
+        try:
+            settle(self.fleet, self.group, self.rules, self.watch.phase, error)
+        except Exception as second:  # noqa: BLE001 - the first error is the one to raise
+            error.add_note(f"settling the engines failed as well: {second!r}")
+
+    def _believe_answers(self) -> None:
+        """Takes note of what single engines confirmed in a step that failed on others."""
+        done = {"flush": self._flushed, "stamp": self._stamped, "continue": self._continued}
+        note = done.get(self.watch.phase)
+        for member in self.fleet.members if note else ():
+            if note and member.answered_well:
+                note(member)
 
     # -- before the pause ---------------------------------------------------------------
 
     def _prepare(self) -> list[torch.Tensor]:
         """Everything that can fail without an engine noticing: objections, the first pack."""
         with self.watch.running("plan"):
-            mode = self.policy.pause_mode
-            found = ((m.url, m.engine.objection(mode)) for m in self.fleet.members)
-            objections = [f"{url}: {text}" for url, text in found if text]
-            if objections:
-                raise ConfigurationError("; ".join(objections), phase="plan")
+            names = frozenset(self.plan.names)
+            self._object(names)
             for member in self.fleet.members:
-                member.start_attempt(len(self.plan.buckets), full=self.policy.full)
+                member.start(Attempt(names, self.rules.full, len(self.plan.buckets)))
             return self.packer.pack(self.plan.buckets[0])
+
+    def _object(self, names: frozenset[str]) -> None:
+        """Raises with every objection at once."""
+        mode = self.rules.pause_mode
+        found = [(m.url, m.engine.objection(mode)) for m in self.fleet.members]
+        objections = [f"{url}: {text}" for url, text in found if text]
+        for member in self.fleet.members if self.rules.full else ():
+            lacking = sorted(member.owed - names) if member.doubt else []
+            if lacking:
+                objections.append(
+                    f"{member.url} holds mixed weights, and this push lacks {len(lacking)} of the "
+                    f"tensors that heal it: {lacking[0]!r}, ..."
+                )
+        if objections:
+            raise ConfigurationError("; ".join(objections), phase="plan")
 
     # -- steps --------------------------------------------------------------------------
 
-    def _each(self, phase: Phase, call: Callable[[Member], None]) -> None:
+    def _each(self, phase: Phase, call: Callable[[Member, Attempt], None]) -> None:
         with self.watch.running(phase):
             self.fleet.each(phase, call, self.deadline)
 
-    def _pause(self, member: Member) -> None:
-        member.maybe_paused = True  # before the call leaves: a lost answer may have paused it
-        member.engine.pause(self.policy.pause_mode, self.deadline)
+    def _pause(self) -> None:
+        for member in self.fleet.members:
+            member.maybe_paused = True  # before any call leaves: a lost answer may have paused
+        self._each("pause", lambda m, _: m.engine.pause(self.rules.pause_mode, self.deadline))
 
-    def _begin(self, member: Member) -> None:
-        member.session = member.engine.session()
-        if member.session.open(self.deadline):
-            member.doubt = "another trainer left its update open"
+    def _begin(self) -> None:
+        ours = {member.url for member in self.fleet.members if member.maybe_open}
+        for member in self.fleet.members:
+            member.maybe_open = True
+            member.attempt.session = member.engine.session()
 
-    def _end(self, member: Member) -> None:
-        assert member.session is not None
-        member.session.close(self.deadline)
-        member.session = None
+        def begin(member: Member, attempt: Attempt) -> None:
+            found_open = _session_of(attempt).open(self.deadline)
+            attempt.found_open = found_open and member.url not in ours
 
-    def _resume(self, member: Member) -> None:
-        if member.doubt:
-            return  # only a full push makes it fit to serve
-        member.engine.resume(self.deadline)
-        member.maybe_paused = False
+        self._each("begin", begin)
 
-    def _stamp(self) -> None:
-        label = self.policy.label
-        if label is None:
-            return
-
-        def stamp(member: Member) -> None:
-            member.label = None  # until the engine confirms, either label may be there
-            member.engine.stamp(label, self.deadline)
-            member.label = label
-
-        self._each("stamp", stamp)
+    def _end(self) -> None:
+        self._each("end", lambda _, attempt: _session_of(attempt).close(self.deadline))
+        for member in self.fleet.members:
+            member.maybe_open = False
 
     def _flush(self) -> None:
-        mode = self.policy.pause_mode
+        mode = self.rules.pause_mode
 
-        def flush(member: Member) -> None:
-            separate = self.policy.flush and not member.engine.flushes_with_update(mode)
-            if member.flush_refused or (separate and member.engine.can_flush(mode)):
+        def flush(member: Member, attempt: Attempt) -> None:
+            separate = self.rules.flush and not member.engine.flushes_with_update(mode)
+            if attempt.flush_refused or (separate and member.engine.can_flush(mode)):
                 member.engine.flush(self.deadline)
-            member.finish_attempt()
 
         self._each("flush", flush)
+        for member in self.fleet.members:
+            self._flushed(member)
         self._warn_of_stale_prefixes(mode)
 
+    def _flushed(self, member: Member) -> None:
+        if self.rules.full:
+            member.renew()
+
     def _warn_of_stale_prefixes(self, mode: PauseMode) -> None:
-        stale = [m.url for m in self.fleet.members if not m.engine.can_flush(mode)]
+        stale = [m for m in self.fleet.members if not m.engine.can_flush(mode)]
         consequence = "prefixes cached under the old weights may still be served"
-        if not self.policy.flush and self.policy.full:
+        if not self.rules.full:
+            return
+        if not self.rules.flush:
             self.warnings.append(f"the prefix cache was not flushed, as configured: {consequence}")
-        elif self.policy.flush and stale:
+        elif stale:
             self.warnings.append(
-                f"{SKIPPED_FLUSH}: {', '.join(stale)} cannot flush while paused by {mode!r}, so "
-                f"{consequence}"
+                f"{stale[0].engine.flush_skipped}: {', '.join(m.url for m in stale)} cannot flush "
+                f"while paused by {mode!r}, so {consequence}"
             )
+
+    def _stamp(self) -> None:
+        label = self.rules.label
+        if label is None:
+            return
+        for member in self.fleet.members:
+            member.label = None  # until the engine confirms, either label may be there
+        self._each("stamp", lambda m, _: m.engine.stamp(label, self.deadline))
+        for member in self.fleet.members:
+            self._stamped(member)
+
+    def _stamped(self, member: Member) -> None:
+        member.label, member.mislabelled = self.rules.label, False
+
+    def _count(self) -> None:
+        """Counts in a thread: a hook that hangs must not keep a whole fleet paused."""
+        with self.watch.running("count"):
+            counting = spawn(self.rules.counted)
+            try:
+                self.warnings += counting.result(self.deadline.remaining() / 2)
+            except TimeoutError:
+                self.warnings.append("the collectors did not count the version in time")
+
+    def _continue(self) -> None:
+        self._each("continue", self._resume)
+        for member in self.fleet.members:
+            self._continued(member)
+
+    def _resume(self, member: Member, _: Attempt) -> None:
+        if not member.doubt:  # only a full push makes a mixed engine fit to serve
+            member.engine.resume(self.deadline)
+
+    def _continued(self, member: Member) -> None:
+        member.maybe_paused = bool(member.doubt)
 
     # -- transfer -----------------------------------------------------------------------
 
@@ -191,50 +245,64 @@ class Procedure:
             self._await_bucket()
 
     def _send(self, bucket: Bucket, packed: list[torch.Tensor], *, last: bool) -> None:
-        self.fleet.start(lambda member: self._apply(member, bucket, last=last))
+        def apply(member: Member, attempt: Attempt) -> None:
+            flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
+            try:
+                _session_of(attempt).apply(
+                    bucket,
+                    group_name=self.group.name,
+                    flat=self.packer.flat,
+                    flush=last and flush,
+                    deadline=self.deadline,
+                )
+            except EngineRejected as error:
+                self._note_refusal(attempt, error)
+            except Exception as error:
+                attempt.suspicion = str(getattr(error, "message", error))
+                raise
+            attempt.confirmed += 1
+
+        self.fleet.start(apply)
         self.group.broadcast(packed)
 
-    def _apply(self, member: Member, bucket: Bucket, *, last: bool) -> None:
-        assert member.session is not None
-        mode = self.policy.pause_mode
-        flush = last and self.policy.flush and member.engine.flushes_with_update(mode)
-        try:
-            member.session.apply(
-                bucket,
-                group_name=self.group.name,
-                flat=self.packer.flat,
-                flush=flush,
-                deadline=self.deadline,
-            )
-        except EngineRejected as error:
-            self._note_refusal(member, error)
-        except WeightUpdateError as error:
-            member.suspect(error.message)
-            raise
-        member.confirmed += 1
-
-    def _note_refusal(self, member: Member, error: EngineRejected) -> None:
+    def _note_refusal(self, attempt: Attempt, error: EngineRejected) -> None:
         """Raises unless the engine did what the attempt needed all the same."""
         if error.applied == "all":
-            member.flush_refused = True  # loaded; the flush step asks again
-        elif error.applied == "partly" and not self.policy.full:
+            attempt.flush_refused = True  # loaded; the flush step asks again
+        elif error.applied == "partly" and not self.rules.full:
             return  # a loader tripped over a warm-up's number, which was received
         else:
             if error.applied != "nothing":
-                member.suspect(error.message)
+                attempt.suspicion = error.message
             raise error
 
     def _await_bucket(self) -> None:
         """Watches every engine's answer while the bytes move; the first no ends the attempt."""
-        calls = [member.call for member in self.fleet.members if member.call is not None]
+        calls = self.fleet.calls()
         pending = set(calls)
         while pending:
             done, pending = wait(pending, _WATCH_SECONDS, return_when=FIRST_EXCEPTION)
-            for call in done:
-                call.result()
+            if any(call.exception() for call in done):
+                self._raise_culprit()
             if pending:
                 self._check_wire()
         self._drain_wire()
+
+    def _raise_culprit(self) -> None:
+        """Raises the error of the engine that began it.
+
+        When one engine dies, the others fail to receive, and may be the first to say so.
+        """
+        calls = self.fleet.calls()
+        end = Deadline(_CULPRIT_SECONDS)
+        errors = _errors_of(calls)
+        while all(map(_is_consequence, errors)) and not all(c.done() for c in calls):
+            if end.expired():
+                break
+            time.sleep(_WATCH_SECONDS)
+            errors = _errors_of(calls)
+        for error in sorted(errors, key=_is_consequence):
+            raise error
 
     def _check_wire(self) -> None:
         """Raises if the wire broke or time is out; prefers the engine's own words."""
@@ -246,19 +314,13 @@ class Procedure:
         if self.deadline.expired():
             self.fleet.gather("transfer", self.deadline)
 
-    def _raise_culprit(self) -> None:
-        calls = [member.call for member in self.fleet.members if member.call is not None]
-        done, _ = wait(calls, _CULPRIT_SECONDS, return_when=FIRST_EXCEPTION)
-        for call in done:
-            call.result()
-
     def _drain_wire(self) -> None:
         """All engines said yes: what they confirmed must have left by now."""
         pause = 1e-5
         while self.group.moving():
             if self.deadline.expired():
                 for member in self.fleet.members:
-                    member.disbelieve("it confirmed a bucket that it never received")
+                    member.attempt.suspicion = "it confirmed a bucket that it never received"
                 raise UpdateTimeout(
                     "every engine confirmed the bucket, but its bytes never left",
                     phase="transfer",
@@ -275,6 +337,20 @@ class Procedure:
             buckets=len(self.plan.buckets),
             seconds=self.watch.finish(),
             engines=self.fleet.outcomes(),
-            pause_mode=self.policy.pause_mode,
+            pause_mode=self.rules.pause_mode,
             warnings=tuple(self.warnings),
         )
+
+
+def _errors_of(calls: Sequence[Future[None]]) -> list[BaseException]:
+    return [error for call in calls if call.done() and (error := call.exception())]
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return isinstance(error, EngineRejected) and "Failed to receive" in error.message
+
+
+def _session_of(attempt: Attempt) -> Session:
+    if attempt.session is None:
+        raise WeightUpdateError("no update was begun", phase="begin")
+    return attempt.session

@@ -38,6 +38,7 @@ class Engine(Protocol):
 
     url: str
     harmless_name: str
+    flush_skipped: str
 
     @property
     def ranks(self) -> int | None:

@@ -15,14 +15,15 @@ from weight_update.errors import (
     EngineUnreachable,
     UpdateTimeout,
     WeightUpdateError,
+    wrapped,
 )
-from weight_update.options import UpdateOptions, check_device_exists, parse_device
+from weight_update.options import PauseMode, UpdateOptions, check_device_exists, parse_device
 from weight_update.report import EngineOutcome, EngineState, UpdateReport
 from weight_update.update.connect import assign_ranks, join, leave
-from weight_update.update.fleet import Fleet, Member, wrapped
-from weight_update.update.policy import Policy
+from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.procedure import Procedure, Stopwatch
 from weight_update.update.protocols import Engine, Group, Packer
+from weight_update.update.rules import UpdateRules
 from weight_update.update.versions import next_version
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
@@ -89,7 +90,7 @@ class Updater:
         return self._group
 
     def connect(self, device: torch.device) -> None:
-        """Inspects the engines and makes the group, unless there is one.
+        """Inspects the engines and makes a new group; one that exists is given up.
 
         Args:
             device: Where the weights live; the options' device wins.
@@ -100,6 +101,7 @@ class Updater:
         deadline = Deadline(self.options.timeout)
         watch = Stopwatch()
         with self._reporting(watch), self._exclusively(deadline):
+            self._drop_group()
             self._connect(device, deadline, watch)
 
     def update(
@@ -125,7 +127,7 @@ class Updater:
         watch = Stopwatch()
         with self._reporting(watch) as attempt, self._exclusively(deadline):
             for member in self._fleet.members:
-                member.start_attempt()
+                member.start(Attempt())
             with watch.running("plan"):
                 weights = read()
                 _refuse_meta(weights)
@@ -141,7 +143,7 @@ class Updater:
         """Flushes every prefix cache once; False if one was not, and the log says why."""
         deadline = Deadline(min(_FLUSH_SECONDS, self.options.timeout))
 
-        def flush(member: Member) -> None:
+        def flush(member: Member, _: Attempt) -> None:
             if not member.engine.flush_once(deadline):
                 raise EngineRejected("the cache was not flushed", engine=member.url, phase="flush")
 
@@ -155,10 +157,7 @@ class Updater:
 
     def shutdown(self) -> None:
         """Gives the group up on both ends; safe to call at any time, repeatedly."""
-        group, self._group, self._packer = self._group, None, None
-        if group is not None:
-            group.give_up()
-            leave(self._fleet, group)
+        self._drop_group()
         for member in self._fleet.members:
             member.engine.close()
 
@@ -167,10 +166,13 @@ class Updater:
     def _connect(self, device: torch.device, deadline: Deadline, watch: Stopwatch) -> None:
         if self.connected:
             return
+        self._drop_group()
         with watch.running("connect"):
             device = self._wire_device(device)
             check_device_exists(device)
-            self._fleet.each("connect", lambda m: m.engine.inspect(deadline), deadline)
+            self._fleet.each("connect", lambda m, _: m.engine.inspect(deadline), deadline)
+            for member in self._fleet.members:
+                _refuse_mode(member, self.options.effective_pause_mode())
             self.world_size = world_size = assign_ranks(self._fleet, self.options.num_gpus)
             urls = [member.url for member in self._fleet.members]
             self._packer = self._open_packer(device)
@@ -183,6 +185,12 @@ class Updater:
             if device.type == "cuda":
                 self._warm_up(device, deadline)
 
+    def _drop_group(self) -> None:
+        group, self._group, self._packer = self._group, None, None
+        if group is not None:
+            group.give_up()
+            leave(self._fleet, group)
+
     def _warm_up(self, device: torch.device, deadline: Deadline) -> None:
         """Builds the NCCL communicator before the first update, in a short pause of its own.
 
@@ -193,9 +201,14 @@ class Updater:
         name = self._fleet.members[0].engine.harmless_name
         value = torch.ones(1, device=device)
         weight = Weight(TensorSpec(name, torch.float32, (1,)), device, lambda: value)
-        policy = Policy("retract", flush=False, on_failure=self.options.on_failure, full=False)
+        rules = UpdateRules(
+            self.options.effective_pause_mode(),
+            flush=False,
+            on_failure=self.options.on_failure,
+            full=False,
+        )
         plan = plan_buckets([weight], 1)
-        Procedure(self._fleet, group, packer, plan, policy, deadline).run()
+        Procedure(self._fleet, group, packer, plan, rules, deadline).run()
 
     def _wire_device(self, device: torch.device) -> torch.device:
         device = parse_device(self.options.device) or device
@@ -209,7 +222,7 @@ class Updater:
         """Reads every engine's label: one that went back tells of a restart."""
         restarted: list[Member] = []
 
-        def look(member: Member) -> None:
+        def look(member: Member, _: Attempt) -> None:
             try:
                 label = member.engine.label(deadline)
             except (EngineUnreachable, UpdateTimeout):
@@ -221,10 +234,9 @@ class Updater:
 
         self._fleet.each("plan", look, deadline)
         for member in restarted:
-            member.forget(member.label)
-        if restarted and self._group is not None:
-            self._group.give_up()
-            leave(self._fleet, self._group)
+            member.forget()
+        if restarted:
+            self._drop_group()
 
     def _procedure(
         self,
@@ -240,7 +252,7 @@ class Updater:
             self.version = version
             return counted(version)
 
-        policy = Policy(
+        rules = UpdateRules(
             pause_mode=self.options.effective_pause_mode(),
             flush=self.options.flush_wanted(),
             on_failure=self.options.on_failure,
@@ -249,7 +261,7 @@ class Updater:
         )
         default = DEFAULT_BUCKET_BYTES[group.device.type]
         plan = plan_buckets(weights, self.options.bucket_bytes or default)
-        return Procedure(self._fleet, group, packer, plan, policy, deadline, watch)
+        return Procedure(self._fleet, group, packer, plan, rules, deadline, watch)
 
     def _wire(self) -> tuple[Group, Packer]:
         if self._group is None or self._packer is None:
@@ -303,6 +315,12 @@ class Updater:
             if warning not in self._warned:
                 self._warned.add(warning)
                 _log.warning(warning)
+
+
+def _refuse_mode(member: Member, mode: PauseMode) -> None:
+    objection = member.engine.objection(mode)
+    if objection:
+        raise ConfigurationError(objection, engine=member.url, phase="connect")
 
 
 def _refuse_meta(weights: Sequence[Weight]) -> None:

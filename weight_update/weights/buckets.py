@@ -46,9 +46,9 @@ class Plan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
-    def largest_bucket(self) -> int:
-        """Bytes of the largest bucket."""
-        return max((bucket.nbytes for bucket in self.buckets), default=0)
+    def names(self) -> Iterator[str]:
+        """Names of the tensors, in wire order."""
+        return (spec.name for bucket in self.buckets for spec in bucket.specs)
 
 
 def plan_buckets(weights: Sequence[Weight], bucket_bytes: int) -> Plan:

@@ -22,7 +22,8 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 
     Names are those of the bare model's ``state_dict`` (parameters and persistent buffers),
     merged names for a LoRA model; tied tensors appear once, under their first name. The model
-    is not touched and nothing is copied.
+    is not touched, and nothing is copied (except that a model with a ``merge_and_unload`` of
+    its own, not PEFT's, is copied to learn its names).
 
     Args:
         model: The training model, wrapped by DDP, ``torch.compile`` or PEFT or not.
@@ -64,6 +65,20 @@ def extract_weights(source: Any, *, dtype: torch.dtype | None = None) -> tuple[W
             remedy="register the training model, not a client or a wrapper without parameters",
         )
     return weights
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first weight lives; nothing is read or copied.
+
+    Raises:
+        ConfigurationError: The model has no weights.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    raise ConfigurationError(
+        f"{type(model).__name__} has no weights to send",
+        remedy="register the training model, not a client or a wrapper without parameters",
+    )
 
 
 def match_metadata(weights: Iterable[Weight], metadata: Metadata) -> tuple[Weight, ...]:

@@ -9,7 +9,7 @@ from weight_update.options import OnFailure, PauseMode
 
 
 @dataclass(frozen=True)
-class Policy:
+class UpdateRules:
     """How one update behaves.
 
     Attributes:
