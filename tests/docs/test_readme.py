@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +50,23 @@ class CountingCollector:
 
     def increment_version(self) -> None:
         self.policy_version += 1
+
+
+def test_the_example_without_a_server_changes_what_the_engine_says(tmp_path: Path) -> None:
+    blocks = [
+        body
+        for language, body in FENCE.findall((ROOT / "README.md").read_text())
+        if language == "python"
+    ]
+    script = tmp_path / "try_it.py"
+    script.write_text(next(block for block in blocks if "ReferenceEngine(" in block))
+
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+
+    before, *report, after = done.stdout.splitlines()
+    assert before.startswith("[")
+    assert "new (version 1)" in report[-1]
+    assert after != before
 
 
 @pytest.fixture

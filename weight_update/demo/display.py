@@ -24,6 +24,10 @@ _HEADINGS = (
     *("step", "reward", "version", "carried", "update\nms"),
     *("pause", "trans-\nfer", "flush", "conti-\nnue", "rest", "GB/s"),
 )
+_PLAIN_HEADING = (
+    "update ms = pause, drain, begin, transfer, end, flush, stamp, continue (and the rest)\n"
+    "step  reward         version  carried  update ms                       GB/s"
+)
 _EXAMPLE = 3
 
 
@@ -88,6 +92,7 @@ class Display:
 
     def _plain(self, title: str, steps: Iterable[Step], total: int) -> list[Step]:
         self.say(title)
+        self.say(_PLAIN_HEADING)
         every = max(total // _PLAIN_LINES, 1)
         seen: list[Step] = []
         for step in steps:
@@ -140,15 +145,13 @@ def step_table(title: str, steps: Sequence[Step]) -> Table:
 
 def step_line(step: Step) -> str:
     """A step as one line of text."""
-    drawn = f"reward {step.reward:.2f} {bar(step.reward)}"
-    line = f"step {step.number:>3}  {drawn}  version {step.version:>7}"
+    line = f"{step.number:>4}  {step.reward:.2f} {bar(step.reward)}  {step.version:>7}"
     if step.update is None:
         return f"{line}  no push"
     seconds = step.update.seconds
-    phases = " ".join(f"{name} {_ms(seconds[name])}" for name in _PHASES if name in seconds)
+    phases = " ".join(f"{_ms(seconds[name]):>2}" for name in _PHASES if name in seconds)
     speed = rate(step.update.gigabytes_per_second)
-    carried = f"carried {step.carried:>2}"
-    return f"{line}  {carried}  update {_ms(seconds['total']):>3} ms ({phases})  {speed} GB/s"
+    return f"{line}  {step.carried:>7}  {_ms(seconds['total']):>3} = {phases}  {speed:>5}"
 
 
 def _timings(step: Step) -> tuple[str, ...]:

@@ -46,6 +46,13 @@ class Options:
         return self.steps if self.engine == "reference" else math.ceil(self.steps / 3)
 
 
+_TASK = """\
+The task: continue counting, 3 4 5 6 7 ... and 0 after 9. A token is right if it is the
+number after the token before it; the reward is the share of right tokens. Requests are
+"carried" that began under one version of the weights and ended under another.
+"""
+
+
 def run(options: Options, display: Display) -> Evidence:
     """Run the demo and return what it measured.
 
@@ -56,6 +63,7 @@ def run(options: Options, display: Display) -> Evidence:
         WeightUpdateError: An update failed.
     """
     torch.set_num_threads(1)  # the engine needs the other core
+    display.say(_TASK)
     base = make_model(options.seed + 1)
     with _engine(options.engine, base, display) as engine:
         client = EngineClient(engine.url)
