@@ -102,9 +102,9 @@ def test_a_refusal_ends_the_attempt_within_two_seconds_and_the_next_group_works(
     with pytest.raises(EngineRejected, match="no thanks") as failure:
         transport.update(lambda: models[1])
 
-    print(f"refused after {time.monotonic() - start:.2f} s: {failure.value}")
-    if connected:
-        assert time.monotonic() - start < 2.5
+    elapsed = time.monotonic() - start
+    print(f"refused after {elapsed:.2f} s: {failure.value}")
+    assert elapsed < (2.5 if connected else 4.5)  # connecting itself takes a second or two
     assert generated(engine) == greedy(models[0], 7)
     transport.update(lambda: models[1])
     assert generated(engine) == greedy(models[1], 7)

@@ -105,11 +105,16 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(name)s: %(message)s")
     if arguments.parent_pid is not None:
         threading.Thread(target=_follow, args=(arguments.parent_pid,), daemon=True).start()
-    listener = _bind(arguments.host, arguments.port)
+    try:
+        listener = _bind(arguments.host, arguments.port)
+    except OSError as error:
+        sys.exit(f"cannot listen on {arguments.host}, port {arguments.port}: {error}")
     try:
         application = _application(arguments, listener.getsockname()[1])
     except ImportError as error:
         sys.exit(f"{error}. {MISSING_EXTRA}")
+    except (AttributeError, AssertionError, RuntimeError, ValueError) as error:
+        sys.exit(f"the model could not be loaded as told (--model, --dtype, --device): {error}")
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(application, listener, arguments.ready_fd))
     # The scheduler may sit in a broadcast that never ends; nothing here is worth waiting for.

@@ -79,8 +79,10 @@ class Fault:
             ValueError: A field is unknown, missing or out of range.
         """
         unknown = set(data) - {field.name for field in fields(cls)}
-        if unknown or not {"path", "kind"} <= set(data):
-            raise ValueError(f"a fault needs path and kind; unknown fields: {sorted(unknown)}")
+        if unknown:
+            raise ValueError(f"a fault has no fields {sorted(unknown)}")
+        if missing := {"path", "kind"} - set(data):
+            raise ValueError(f"a fault needs {' and '.join(sorted(missing))}")
         return cls(**data)
 
 

@@ -110,6 +110,8 @@ class ReferenceEngine:
     def _model_directory(self, model: Any) -> str:
         if isinstance(model, (str, Path)):
             return str(model)
+        if not hasattr(model, "save_pretrained"):
+            raise TypeError(f"a transformers model or a directory is needed, not {model!r:.80}")
         directory = str(Path(self._home.name) / "model")
         _save_quietly(model, directory)
         return directory
