@@ -310,6 +310,7 @@ def _checked_url(url: Any) -> str:
     known = parts.scheme in ("http", "https") and parts.hostname
     if not known or parts.query or parts.fragment:
         raise ConfigurationError(
-            f"server_url={url!r} needs a scheme and a host", remedy="write 'http://host:30000'"
+            f"server_url={url.partition('?')[0]!r} needs a scheme and a host, and no query",
+            remedy="write 'http://host:30000'",
         )
     return trimmed

@@ -11,7 +11,6 @@ import traceback
 import pytest
 import requests
 
-from weight_update.engines import http as http_module
 from weight_update.engines.http import EngineHttp, json_of, words_of
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
@@ -172,7 +171,6 @@ def test_a_key_is_in_no_part_of_a_refusal(server, answer, status: int) -> None:
 def test_a_key_is_in_no_part_of_an_error_without_an_answer(
     server, answer, monkeypatch, fault: str
 ) -> None:
-    monkeypatch.setattr(http_module, "_LATE_SECONDS", 0.0)
     server.answers["/x"] = answer(hang_up=fault == "hang up", delay=0.3 * (fault == "late"))
     url = f"http://127.0.0.1:{unused_port()}" if fault == "nobody" else server.url
     engine = client(url, api_key=KEY, admin_api_key=ADMIN_KEY)
@@ -212,7 +210,6 @@ def test_a_redirect_is_not_followed_and_takes_no_key_elsewhere(server, make_serv
 def test_no_answer_before_the_deadline_is_a_timeout_that_names_the_route(
     server, answer, monkeypatch
 ) -> None:
-    monkeypatch.setattr(http_module, "_LATE_SECONDS", 0.0)
     server.answers["/x"] = answer(delay=2.0)
     started = time.monotonic()
 
@@ -225,7 +222,6 @@ def test_no_answer_before_the_deadline_is_a_timeout_that_names_the_route(
 
 
 def test_a_request_is_not_repeated_after_its_time_ran_out(server, answer, monkeypatch) -> None:
-    monkeypatch.setattr(http_module, "_LATE_SECONDS", 0.0)
     server.answers["/x"] = answer(delay=0.3)
 
     with pytest.raises(UpdateTimeout):

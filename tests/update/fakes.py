@@ -164,6 +164,9 @@ class FakeGroup:
 class FakePacker:
     flat = True
 
+    def objections(self, plan: Any) -> list[str]:
+        return []
+
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
         return [weight.read() for weight in bucket.weights]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import sys
@@ -337,8 +338,8 @@ def test_a_push_that_lacks_weights_of_the_failed_one_does_not_heal() -> None:
     failure_of(home)
     some = fakes.extract_weights({"a": fakes.torch.zeros(2)})
 
-    with pytest.raises(WeightUpdateError, match="lacks 3 of the tensors") as failure:
-        home.updater.update(lambda: some, counted=lambda version: ())
+    with pytest.raises(WeightUpdateError, match="lacks 2 of the tensors") as failure:
+        home.updater.update(lambda: some, counted=lambda version: (), whole=False)
 
     assert failure.value.phase == "plan"
     assert home.engines[0].paused
@@ -426,3 +427,61 @@ def test_making_the_group_anew_forgets_no_doubt() -> None:
 
     assert states(failure_of(home)) == [EngineState.MIXED]
     assert home.engines[0].paused
+
+
+def test_a_partial_push_into_an_update_that_another_trainer_left_open_is_refused() -> None:
+    home = house(1)
+    home.engines[0].open = True
+    some = fakes.extract_weights({"a": fakes.torch.zeros(2)})
+
+    with pytest.raises(WeightUpdateError, match="another trainer") as failure:
+        home.updater.update(lambda: some, counted=lambda version: (), whole=False)
+
+    assert states(failure.value) == [EngineState.MIXED]
+    assert home.engines[0].paused
+    assert home.push().engines[home.engines[0].url].state is EngineState.NEW
+
+
+def test_a_restart_is_noted_although_another_engine_fails_in_the_same_look() -> None:
+    home = house(2)
+    home.push()
+    home.engines[0].fail("apply", "refuse", after=2)
+    failure_of(home)
+    home.engines[0].shown, home.engines[0].paused = "default", False
+    home.engines[1].dead = True
+
+    outcomes = failure_of(home).report
+
+    assert outcomes is not None
+    assert outcomes.engines[home.engines[0].url].state is EngineState.OLD
+    assert outcomes.engines[home.engines[1].url].state is EngineState.UNREACHABLE
+
+
+def test_an_engine_that_dies_in_the_join_is_reported_as_lost() -> None:
+    home = house(2)
+    home.engines[1].fail("join", "reset")
+
+    assert states(failure_of(home)) == [EngineState.OLD, EngineState.UNREACHABLE]
+
+
+def test_a_sender_dropped_without_a_shutdown_leaves_no_group_behind() -> None:
+    home = house(1)
+    home.push()
+    group, engine = home.groups[0], home.engines[0]
+
+    del home
+    gc.collect()
+
+    assert group.given_up
+    assert engine.calls[-1] == "leave"
+
+
+def test_a_shutdown_during_the_join_leaves_a_sender_that_works() -> None:
+    home = house(1)
+    held = _Held(home.engines[0], "join")
+    threading.Timer(0.2, home.updater.shutdown).start()
+    threading.Timer(0.5, held.gate.set).start()
+
+    assert "shut down while it connected" in str(failure_of(home))
+    assert home.groups[0].given_up
+    assert home.push().version == 1

@@ -18,9 +18,6 @@ _CONNECT_SECONDS = 5.0
 # uvicorn closes a connection that was idle for 5 s; a request sent at that very moment fails
 # with its outcome unknown, so a connection idle for longer than this is not used again.
 _IDLE_SECONDS = 3.0
-# An answer that comes while a failed update is being given up still tells what the engine
-# holds, so a request outlives its deadline by this much; its caller does not wait for it.
-_LATE_SECONDS = 1.0
 _QUOTED_CHARACTERS = 500
 
 
@@ -58,6 +55,7 @@ class EngineHttp:
         deadline: Deadline,
         body: dict[str, Any] | None = None,
         control: bool = True,
+        late: float = 0.0,
     ) -> requests.Response:
         """Sends one request and returns whatever answer came.
 
@@ -68,6 +66,7 @@ class EngineHttp:
             deadline: Bound of the whole call.
             body: JSON body, if any.
             control: Whether the route needs the admin key.
+            late: Seconds past the deadline in which an answer is still taken.
 
         Raises:
             EngineUnreachable: No connection, or it broke.
@@ -82,18 +81,20 @@ class EngineHttp:
                 f"{self.url}{route}",
                 json=body,
                 headers=self._headers(control),
-                timeout=_limits(deadline),
+                timeout=_limits(deadline, late),
                 allow_redirects=False,
             )
             self._last_used = time.monotonic()
             return response
         except requests.ReadTimeout as error:
+            _forget_key(error)
             raise UpdateTimeout(
                 f"no answer to {method} {route} within {deadline.seconds:.1f} s",
                 engine=self.url,
                 phase=phase,
             ) from error
         except requests.RequestException as error:
+            _forget_key(error)
             raise EngineUnreachable(
                 f"{method} {route} got no answer: {_cause(error)}",
                 engine=self.url,
@@ -127,9 +128,15 @@ class EngineHttp:
                 self._session.close()
 
 
-def _limits(deadline: Deadline) -> tuple[float, float]:
-    remaining = deadline.remaining()
-    return min(_CONNECT_SECONDS, remaining) + 0.001, remaining + _LATE_SECONDS
+def _forget_key(error: requests.RequestException) -> None:
+    """Reporters walk the causes of an error: no key may hang from one."""
+    if error.request is not None:
+        error.request.headers.pop("Authorization", None)
+
+
+def _limits(deadline: Deadline, late: float) -> tuple[float, float]:
+    remaining = deadline.remaining() + 0.001
+    return min(_CONNECT_SECONDS, remaining), remaining + late
 
 
 def json_of(response: requests.Response) -> Any:

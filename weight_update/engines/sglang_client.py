@@ -12,6 +12,9 @@ from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
 
+# An answer that comes while a failed update is being given up still tells what the engine
+# holds, so an update request outlives its deadline by this much.
+_LATE_SECONDS = 1.0
 # What a proxy or gateway answers in the server's place.
 _NOT_THE_SERVERS_OWN = (502, 503, 504)
 
@@ -94,8 +97,9 @@ class SGLangClient:
         Raises:
             EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
         """
+        route = "/update_weights_from_distributed"
         try:
-            self._post("/update_weights_from_distributed", "transfer", deadline, body, flag=True)
+            self._post(route, "transfer", deadline, body, flag=True, late=_LATE_SECONDS)
         except EngineRejected as error:
             error.applied = _applied(error)
             raise
@@ -128,9 +132,15 @@ class SGLangClient:
         return response
 
     def _call(
-        self, route: str, phase: Phase, deadline: Deadline, body: dict[str, Any]
+        self,
+        route: str,
+        phase: Phase,
+        deadline: Deadline,
+        body: dict[str, Any],
+        *,
+        late: float = 0.0,
     ) -> requests.Response:
-        return self._http.call("POST", route, phase=phase, deadline=deadline, body=body)
+        return self._http.call("POST", route, phase=phase, deadline=deadline, body=body, late=late)
 
     def _post(
         self,
@@ -140,9 +150,10 @@ class SGLangClient:
         body: dict[str, Any],
         *,
         flag: bool = False,
+        late: float = 0.0,
     ) -> None:
         """Posts and raises unless the answer is a yes; with ``flag`` it must say so itself."""
-        response = self._call(route, phase, deadline, body)
+        response = self._call(route, phase, deadline, body, late=late)
         answer = json_of(response)
         success = answer.get("success", not flag) if isinstance(answer, dict) else False
         if response.status_code != 200 or success is not True:
@@ -170,6 +181,11 @@ def update_request(bucket: Bucket, *, group_name: str, flat: bool, flush: bool) 
     return {**body, "load_format": "flattened_bucket"} if flat else body
 
 
+def _is_anothers(response: requests.Response) -> bool:
+    page = response.text.lstrip().startswith("<")
+    return page or response.status_code in _NOT_THE_SERVERS_OWN
+
+
 def _applied(error: EngineRejected) -> Applied:
     """How much a refused update request had loaded, from the server's own words."""
     response = error.response
@@ -179,7 +195,7 @@ def _applied(error: EngineRejected) -> Applied:
     # Ranks answer in one text: one may have loaded what another refused.
     if "partially updated" in text or "Succeeded to update" in text:
         return "partly"
-    if response is not None and response.status_code in _NOT_THE_SERVERS_OWN:
+    if response is not None and _is_anothers(response):
         return "unknown"
     if response is not None and response.status_code == 200:
         body = json_of(response)

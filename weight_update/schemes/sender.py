@@ -99,7 +99,8 @@ class SGLangWeightSender:
         Names must be those of the checkpoint that the servers loaded: SGLang answers yes to
         names that it does not know and loads nothing for them. Of a wrapper with parts of its
         own (a value head, say), pass the inner model. A mapping may hold only some of the
-        weights, except while a server holds mixed ones.
+        weights; while a server holds mixed ones, it must hold all that the failed update may
+        have touched.
 
         Args:
             weights: A module, a mapping of names to tensors, or a TensorDict; None takes the
@@ -120,7 +121,8 @@ class SGLangWeightSender:
         def source() -> Any:
             return self._model() if weights is None else weights
 
-        return self._transport.update(source, self._count)
+        whole = weights is None or isinstance(weights, nn.Module)
+        return self._transport.update(source, self._count, whole=whole)
 
     def flush_cache(self) -> bool:
         """Flushes the prefix cache of every server; False if one did not (the log says why)."""

@@ -181,15 +181,25 @@ class SGLangCollectiveTransport:
             raise WeightUpdateError("Model metadata not set")
         return self.update(lambda: weights)
 
-    def update(self, source: Callable[[], Any], counted: Counted | None = None) -> UpdateReport:
+    def update(
+        self,
+        source: Callable[[], Any],
+        counted: Counted | None = None,
+        *,
+        whole: bool = True,
+    ) -> UpdateReport:
         """Runs one update; makes the group first if there is none.
 
         Args:
             source: Returns what to send; matched with the metadata if there is one.
             counted: Called with the new version before any engine continues.
+            whole: Whether it is a whole model, and not a mapping that may hold some weights
+                only: servers with mixed weights are healed by a whole one.
         """
         self._refuse_fork()
-        return self._updater.update(lambda: self._plan(source()), counted=counted or _nothing)
+        return self._updater.update(
+            lambda: self._plan(source()), counted=counted or _nothing, whole=whole
+        )
 
     def _plan(self, weights: Any) -> tuple[Weight, ...]:
         extracted = extract_weights(weights, dtype=self._options.dtype)

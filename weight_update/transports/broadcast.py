@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 
 from weight_update.errors import WeightMismatchError
-from weight_update.weights.buckets import Bucket
+from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.specs import Weight
+
+_GLOO_DTYPES = frozenset(
+    {
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
+        *(torch.complex64, torch.complex128),
+    }
+)
 
 
 class BucketPacker:
@@ -25,6 +33,18 @@ class BucketPacker:
         self.flat = flat
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._turn = 0
+
+    def objections(self, plan: Plan) -> list[str]:
+        """Why some tensors cannot travel one by one; as bytes in a flat bucket, all can."""
+        if self.flat or self.device.type != "cpu":
+            return []
+        specs = (spec for bucket in plan.buckets for spec in bucket.specs)
+        return [
+            f"{spec.name!r} is {spec.dtype_name}, which gloo cannot broadcast; use "
+            "load_format='flattened_bucket'"
+            for spec in specs
+            if spec.dtype not in _GLOO_DTYPES
+        ]
 
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -56,7 +76,7 @@ class BucketPacker:
 
 
 def _read(weight: Weight) -> torch.Tensor:
-    tensor = weight.read()
+    tensor = weight.read().resolve_conj().resolve_neg()
     if tensor.dtype != weight.spec.dtype or tuple(tensor.shape) != weight.spec.shape:
         raise WeightMismatchError(
             f"{weight.spec.name!r} was announced as {weight.spec.dtype} {weight.spec.shape} and is "

@@ -117,13 +117,18 @@ def _dissolve(fleet: Fleet, group: Group) -> None:
     def wait_then_close() -> None:
         limit = Deadline(_LINGER_SECONDS)
         while not limit.expired() and not all(
-            call.done() or all(map(group.arrived, ranks)) for call, ranks in invited
+            _answered(call) or all(map(group.arrived, ranks)) for call, ranks in invited
         ):
             time.sleep(_WATCH_SECONDS)
         group.give_up()
         leave(fleet, group)
 
     spawn(wait_then_close)
+
+
+def _answered(call: Future[None]) -> bool:
+    """Whether the engine itself answered: one that was only waited for in vain may yet come."""
+    return call.done() and not isinstance(call.exception(), UpdateTimeout)
 
 
 def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:

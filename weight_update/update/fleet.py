@@ -22,7 +22,7 @@ class Attempt:
     attempt was given up lands in an object that nobody reads any more.
 
     Attributes:
-        names: The weights that it brings.
+        names: The weights that it brought, or may have.
         full: Whether they are the model's; a warm-up brings none of it.
         buckets: Update requests that it takes.
         session: The engine's update, once it was begun.

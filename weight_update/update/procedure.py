@@ -120,10 +120,9 @@ class Procedure:
     def _prepare(self) -> list[torch.Tensor]:
         """Everything that can fail without an engine noticing: objections, the first pack."""
         with self.watch.running("plan"):
-            names = frozenset(self.plan.names)
-            self._object(names)
+            self._object(frozenset(self.plan.names))
             for member in self.fleet.members:
-                member.start(Attempt(names, self.rules.full, len(self.plan.buckets)))
+                member.start(Attempt(full=self.rules.full, buckets=len(self.plan.buckets)))
             return self.packer.pack(self.plan.buckets[0])
 
     def _object(self, names: frozenset[str]) -> None:
@@ -131,13 +130,14 @@ class Procedure:
         mode = self.rules.pause_mode
         found = [(m.url, m.engine.objection(mode)) for m in self.fleet.members]
         objections = [f"{url}: {text}" for url, text in found if text]
-        for member in self.fleet.members if self.rules.full else ():
+        for member in self.fleet.members if self.rules.full and not self.rules.whole else ():
             lacking = sorted(member.owed - names) if member.doubt else []
             if lacking:
                 objections.append(
                     f"{member.url} holds mixed weights, and this push lacks {len(lacking)} of the "
                     f"tensors that heal it: {lacking[0]!r}, ..."
                 )
+        objections += self.packer.objections(self.plan)
         if objections:
             raise ConfigurationError("; ".join(objections), phase="plan")
 
@@ -163,6 +163,14 @@ class Procedure:
             attempt.found_open = found_open and member.url not in ours
 
         self._each("begin", begin)
+        for member in self.fleet.members:
+            if member.attempt.found_open and not self.rules.whole:
+                raise ConfigurationError(
+                    "another trainer left its update open, so the engine's weights are mixed",
+                    engine=member.url,
+                    phase="begin",
+                    remedy="push a whole model, not a mapping that may hold some weights only",
+                )
 
     def _end(self) -> None:
         self._each("end", lambda _, attempt: _session_of(attempt).close(self.deadline))
@@ -262,6 +270,9 @@ class Procedure:
                 raise
             attempt.confirmed += 1
 
+        names = frozenset(spec.name for spec in bucket.specs)
+        for member in self.fleet.members:
+            member.attempt.names |= names
         self.fleet.start(apply)
         self.group.broadcast(packed)
 
@@ -294,7 +305,7 @@ class Procedure:
         When one engine dies, the others fail to receive, and may be the first to say so.
         """
         calls = self.fleet.calls()
-        end = Deadline(_CULPRIT_SECONDS)
+        end = self.deadline.at_most(_CULPRIT_SECONDS)
         errors = _errors_of(calls)
         while all(map(_is_consequence, errors)) and not all(c.done() for c in calls):
             if end.expired():

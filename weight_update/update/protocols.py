@@ -8,7 +8,7 @@ import torch
 
 from weight_update.options import PauseMode
 from weight_update.waiting import Deadline
-from weight_update.weights.buckets import Bucket
+from weight_update.weights.buckets import Bucket, Plan
 
 
 class Session(Protocol):
@@ -136,6 +136,9 @@ class Packer(Protocol):
     """Turns a bucket into the tensors that travel."""
 
     flat: bool
+
+    def objections(self, plan: Plan) -> list[str]:
+        """Why some tensors cannot travel; empty when all can."""
 
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
         """The tensors to send, in order."""

@@ -18,6 +18,8 @@ class UpdateRules:
         on_failure: Whether an engine with mixed weights is held or resumed.
         full: Whether the plan holds every weight, so that it heals a mixed engine; a warm-up
             changes none and heals nothing.
+        whole: Whether the weights are a whole model's, and not those of a mapping that may
+            hold some only.
         label: The version label to write, or None to write none.
         counted: Called once every engine has everything, before any continues; returns
             warnings.
@@ -27,5 +29,6 @@ class UpdateRules:
     flush: bool
     on_failure: OnFailure
     full: bool = True
+    whole: bool = True
     label: str | None = None
     counted: Callable[[], Sequence[str]] = tuple

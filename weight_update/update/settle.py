@@ -8,7 +8,8 @@ answer - one bounded attempt to resume, and reported as lost.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import wait
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from weight_update.errors import EngineUnreachable, Phase, UpdateTimeout, WeightUpdateError
@@ -60,7 +61,7 @@ def settle(
     if phase == "transfer":
         group.give_up()
     tasks = {m.url: spawn(_settle_engine, m, group, rules, phase, grace) for m in fleet.members}
-    wait(tasks.values(), timeout=grace.remaining() + 0.1)
+    interrupt = _wait_out(tasks.values(), grace)
     culprit = getattr(error, "engine", None)
     for member in fleet.members:
         task = tasks[member.url]
@@ -69,6 +70,20 @@ def settle(
         _note(member, result, str(getattr(error, "message", "")) if member.url == culprit else "")
     if any(member.state is EngineState.UNREACHABLE for member in fleet.members):
         group.give_up()
+    if interrupt is not None:
+        raise interrupt
+
+
+def _wait_out(tasks: Iterable[Future[Settled]], grace: Deadline) -> KeyboardInterrupt | None:
+    """Waits even through an interrupt: leaving now would leave a whole fleet paused."""
+    waiting, interrupt = list(tasks), None
+    while not grace.expired():
+        try:
+            wait(waiting, timeout=grace.remaining() + 0.1)
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    return interrupt
 
 
 def _note(member: Member, result: Settled, own_words: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -72,6 +74,9 @@ class Updater:
         self._packer: Packer | None = None
         self._busy = threading.Lock()
         self._warned: set[str] = set()
+        self._closings = 0
+        self._live: list[Group] = []
+        weakref.finalize(self, _let_go, self._fleet, self._live, os.getpid())
         self.world_size: int | None = None
 
     @property
@@ -109,6 +114,7 @@ class Updater:
         read: Callable[[], Sequence[Weight]],
         *,
         counted: Callable[[int], Sequence[str]],
+        whole: bool = True,
     ) -> UpdateReport:
         """Runs one update.
 
@@ -116,6 +122,7 @@ class Updater:
             read: Returns what to send, in order.
             counted: Called with the new version once every engine has everything and before
                 any continues; returns warnings.
+            whole: Whether the weights are a whole model's.
 
         Returns:
             The report; every engine is ``new``.
@@ -133,7 +140,7 @@ class Updater:
                 _refuse_meta(weights)
                 self._observe(deadline)
             self._connect(weights[0].device, deadline, watch)
-            procedure = self._procedure(weights, counted, deadline, watch)
+            procedure = self._procedure(weights, counted, deadline, watch, whole=whole)
             attempt.append(procedure)
             procedure.run()
             self._warn(procedure.warnings)
@@ -157,6 +164,7 @@ class Updater:
 
     def shutdown(self) -> None:
         """Gives the group up on both ends; safe to call at any time, repeatedly."""
+        self._closings += 1
         self._drop_group()
         for member in self._fleet.members:
             member.engine.close()
@@ -175,18 +183,25 @@ class Updater:
                 _refuse_mode(member, self.options.effective_pause_mode())
             self.world_size = world_size = assign_ranks(self._fleet, self.options.num_gpus)
             urls = [member.url for member in self._fleet.members]
-            self._packer = self._open_packer(device)
-            self._group = join(
+            closings = self._closings
+            packer = self._open_packer(device)
+            group = join(
                 self._fleet,
                 lambda: self._open_group(urls, self.options, world_size, device),
                 world_size,
                 deadline,
             )
+            self._group, self._packer = group, packer
+            self._live.append(group)
+            if closings != self._closings:
+                self._drop_group()
+                raise WeightUpdateError("shut down while it connected", phase="connect")
             if device.type == "cuda":
                 self._warm_up(device, deadline)
 
     def _drop_group(self) -> None:
         group, self._group, self._packer = self._group, None, None
+        self._live.clear()
         if group is not None:
             group.give_up()
             leave(self._fleet, group)
@@ -220,21 +235,23 @@ class Updater:
 
     def _observe(self, deadline: Deadline) -> None:
         """Reads every engine's label: one that went back tells of a restart."""
-        restarted: list[Member] = []
+        labels: dict[str, str | None] = {}
 
         def look(member: Member, _: Attempt) -> None:
-            try:
-                label = member.engine.label(deadline)
-            except (EngineUnreachable, UpdateTimeout):
-                member.state = EngineState.UNREACHABLE
-                raise
-            if member.label not in (None, label):
-                restarted.append(member)
-            member.label = label
+            labels[member.url] = member.engine.label(deadline)
 
-        self._fleet.each("plan", look, deadline)
+        try:
+            self._fleet.each("plan", look, deadline)
+        finally:
+            self._take_note(dict(labels))
+
+    def _take_note(self, labels: Mapping[str, str | None]) -> None:
+        seen = [member for member in self._fleet.members if member.url in labels]
+        restarted = [m for m in seen if m.label not in (None, labels[m.url])]
         for member in restarted:
             member.forget()
+        for member in seen:
+            member.label = labels[member.url]
         if restarted:
             self._drop_group()
 
@@ -244,6 +261,8 @@ class Updater:
         counted: Callable[[int], Sequence[str]],
         deadline: Deadline,
         watch: Stopwatch,
+        *,
+        whole: bool,
     ) -> Procedure:
         group, packer = self._wire()
         version = next_version(self.version, [m.label for m in self._fleet.members])
@@ -256,6 +275,7 @@ class Updater:
             pause_mode=self.options.effective_pause_mode(),
             flush=self.options.flush_wanted(),
             on_failure=self.options.on_failure,
+            whole=whole,
             label=str(version),
             counted=count,
         )
@@ -289,6 +309,8 @@ class Updater:
             yield attempt
         except Exception as error:  # noqa: BLE001 - re-raised with its report
             failure = wrapped(error, watch.phase)
+            if watch.phase in ("plan", "connect"):
+                _note_the_dead(self._fleet)
             if failure.phase == "configure":
                 failure.phase = watch.phase
             failure.report = self._report_of(attempt, watch)
@@ -315,6 +337,23 @@ class Updater:
             if warning not in self._warned:
                 self._warned.add(warning)
                 _log.warning(warning)
+
+
+def _let_go(fleet: Fleet, live: list[Group], process: int) -> None:
+    """A sender that was dropped without a shutdown leaves no group behind on the engines."""
+    if os.getpid() != process:
+        return  # a fork's copy: the group is the parent's
+    for group in live:
+        group.give_up()
+        leave(fleet, group)
+
+
+def _note_the_dead(fleet: Fleet) -> None:
+    for member in fleet.members:
+        call = member.call
+        error = call.exception() if call is not None and call.done() else None
+        if isinstance(error, EngineUnreachable):
+            member.state, member.detail = EngineState.UNREACHABLE, error.message
 
 
 def _refuse_mode(member: Member, mode: PauseMode) -> None:

@@ -180,6 +180,10 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _weight(name: str, tensor: torch.Tensor) -> Weight:
+    if not isinstance(name, str):
+        raise WeightMismatchError(f"the name {name!r} is no text", phase="plan")
+    if tensor.is_quantized:
+        raise ConfigurationError(f"weight {name!r} is quantised; dequantise it", phase="plan")
     if tensor.layout is not torch.strided:
         raise ConfigurationError(f"weight {name!r} is {tensor.layout}, not dense", phase="plan")
     _refuse_shards(name, tensor)

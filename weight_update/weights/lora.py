@@ -100,7 +100,8 @@ def _merge(layer: Any) -> dict[str, torch.Tensor]:
     # In fp32 on a copy of this one layer: merging in place and undoing it is not an inverse
     # in bf16, and erodes the base a little at every update.
     dtypes = {key: tensor.dtype for key, tensor in layer.get_base_layer().state_dict().items()}
-    with torch.no_grad():
+    device = next(layer.parameters()).device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False):
         scratch = copy.deepcopy(layer).float()
         for adapted in _chain(scratch):
             adapted.merge()
