@@ -71,7 +71,7 @@ def test_a_connection_that_idled_is_not_used_again(server, monkeypatch) -> None:
     """A server closes idle connections; a request sent at that moment has an unknown outcome."""
     engine = client(server.url)
     get(engine)
-    monkeypatch.setattr(http_module, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("weight_update.engines.http._IDLE_SECONDS", 0.0)
     time.sleep(0.01)
 
     get(engine)

@@ -199,7 +199,6 @@ NOTHING_APPLIED = [
     once(UPDATE, "refuse", status=400, message="no thanks"),
     once(UPDATE, "refuse", status=500, message="boom"),
     once(UPDATE, "success_false"),
-    once(UPDATE, "non_json", status=500),
     once(UPDATE, "refuse", when="after_receive", message="torn"),
 ]
 

@@ -291,3 +291,22 @@ def test_a_sender_used_after_a_fork_fails_in_the_child_and_works_in_the_parent(
     assert "does not survive a fork" in trainer.output()
     assert "parent updated to" in trainer.output()
     assert kit.served(engine) == kit.tokens_of(1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_engine_that_comes_late_to_the_rendezvous_is_freed_and_updated_next(
+    three: list[ReferenceEngine], size: int
+) -> None:
+    """C01, C11: told of a rendezvous that is over, an engine would dial it for half an hour."""
+    engines = three[:size]
+    engines[-1].inject(Fault("/init_weights_update_group", "slow", seconds=3.0, times=1))
+    with kit.make_sender(engines, timeout=1.0) as sender:
+        with pytest.raises(UpdateTimeout):
+            sender.update_weights(kit.llama(1))
+        time.sleep(3.5)
+
+        with kit.timeout_of(sender, 20.0):
+            sender.update_weights(kit.llama(1))
+
+    for engine in engines:
+        assert kit.served(engine) == kit.tokens_of(1)

@@ -148,6 +148,9 @@ class FakeGroup:
     def arrived(self, rank: int) -> bool:
         return True
 
+    def decoy(self) -> None:
+        return None
+
     def missing_rank(self) -> int | None:
         return None
 

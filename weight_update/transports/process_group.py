@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import WeightUpdateError
+from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions
 from weight_update.transports import torch_private
 from weight_update.transports.address import check_address, choose_address, listen
@@ -36,15 +36,23 @@ class UpdateGroup:
         port: Port to listen on; None takes a free one.
         world_size: 1 + the ranks of all engines.
         device: Device of the tensors that are broadcast.
+        name: Name of the group; None makes one that was never used.
 
     Attributes:
         name: Name of the group, never used twice.
     """
 
     def __init__(
-        self, *, address: str, port: int | None, world_size: int, device: torch.device
+        self,
+        *,
+        address: str,
+        port: int | None,
+        world_size: int,
+        device: torch.device,
+        name: str | None = None,
     ) -> None:
-        self.name = f"weight_update_{os.getpid()}_{secrets.token_hex(6)}"
+        self.name = name or f"weight_update_{os.getpid()}_{secrets.token_hex(6)}"
+        self._port_was_free = port is None
         self.address = address
         self.world_size = world_size
         self.device = device
@@ -76,6 +84,27 @@ class UpdateGroup:
     def arrived(self, rank: int) -> bool:
         """Whether a rank is seen waiting in the rendezvous; NCCL ranks answer at once instead."""
         return self.backend == "gloo" and torch_private.has_arrived(self._store, rank)
+
+    def decoy(self) -> UpdateGroup | None:
+        """A rendezvous of the same name and place, for engines that come when it is over.
+
+        None where the port was the user's choice, since the next group needs it, or where
+        somebody else has taken it.
+        """
+        if not self._port_was_free:
+            return None
+        try:
+            group = UpdateGroup(
+                address=self.address,
+                port=self.port,
+                world_size=self.world_size,
+                device=self.device,
+                name=self.name,
+            )
+        except ConfigurationError:
+            return None
+        group._port_was_free = True
+        return group
 
     def missing_rank(self) -> int | None:
         """The rank that :meth:`join` is waiting for right now, when that is known."""

@@ -105,8 +105,9 @@ def _dissolve(fleet: Fleet, group: Group) -> None:
     """Gives a half-made group up, in the background.
 
     An engine that was told of the rendezvous and finds nobody there tries for half an hour,
-    and answers nothing meanwhile. So it stays up until every invited engine has come or
-    answered; then closing it sends them all away at once.
+    and answers nothing meanwhile. So it stays up until every invited engine has come, or
+    answered, or is given up; then closing it sends those away that wait in it. For those that
+    may come later still, a decoy takes its place.
     """
     invited = [
         (m.call, range(m.rank_offset, m.rank_offset + m.ranks))
@@ -115,20 +116,42 @@ def _dissolve(fleet: Fleet, group: Group) -> None:
     ]
 
     def wait_then_close() -> None:
-        limit = Deadline(_LINGER_SECONDS)
-        while not limit.expired() and not all(
-            _answered(call) or all(map(group.arrived, ranks)) for call, ranks in invited
-        ):
-            time.sleep(_WATCH_SECONDS)
+        _until(
+            lambda: all(call.done() or all(map(group.arrived, ranks)) for call, ranks in invited)
+        )
+        late = [ranks for call, ranks in invited if _may_yet_come(call)]
+        late = [ranks for ranks in late if not all(map(group.arrived, ranks))]
         group.give_up()
         leave(fleet, group)
+        _turn_away(group, late)
 
     spawn(wait_then_close)
 
 
-def _answered(call: Future[None]) -> bool:
-    """Whether the engine itself answered: one that was only waited for in vain may yet come."""
-    return call.done() and not isinstance(call.exception(), UpdateTimeout)
+def _turn_away(group: Group, late: list[range]) -> None:
+    """Meets engines that come when the rendezvous is over, so that they fail at once."""
+    decoy = group.decoy() if late else None
+    if decoy is None:
+        return
+    came = _until(lambda: any(all(map(decoy.arrived, ranks)) for ranks in late))
+    later = [ranks for ranks in late if not all(map(decoy.arrived, ranks))]
+    decoy.give_up()
+    if came:
+        _turn_away(decoy, later)
+
+
+def _until(condition: Callable[[], bool]) -> bool:
+    limit = Deadline(_LINGER_SECONDS)
+    while not condition():
+        if limit.expired():
+            return False
+        time.sleep(_WATCH_SECONDS)
+    return True
+
+
+def _may_yet_come(call: Future[None]) -> bool:
+    """Whether the engine was only waited for in vain, and did not answer itself."""
+    return not call.done() or isinstance(call.exception(), UpdateTimeout)
 
 
 def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:

@@ -119,6 +119,9 @@ class Group(Protocol):
     def arrived(self, rank: int) -> bool:
         """Whether a rank has come to the rendezvous, as far as that can be seen."""
 
+    def decoy(self) -> Group | None:
+        """A rendezvous of the same name and place that nobody else joins, if one can be had."""
+
     def missing_rank(self) -> int | None:
         """The rank that is waited for right now, when that is known."""
 

@@ -34,6 +34,7 @@ from weight_update.weights.specs import TensorSpec, Weight
 _log = logging.getLogger("weight_update")
 
 _FLUSH_SECONDS = 30.0
+_PROBE_SECONDS = 0.3
 
 GroupFactory = Callable[[Sequence[str], UpdateOptions, int, torch.device], Group]
 PackerFactory = Callable[[torch.device], Packer]
@@ -352,8 +353,18 @@ def _note_the_dead(fleet: Fleet) -> None:
     for member in fleet.members:
         call = member.call
         error = call.exception() if call is not None and call.done() else None
-        if isinstance(error, EngineUnreachable):
+        if isinstance(error, EngineUnreachable) and not _answers(member):
             member.state, member.detail = EngineState.UNREACHABLE, error.message
+
+
+def _answers(member: Member) -> bool:
+    try:
+        member.engine.label(Deadline(_PROBE_SECONDS))
+    except EngineUnreachable:
+        return False
+    except WeightUpdateError:
+        return True
+    return True
 
 
 def _refuse_mode(member: Member, mode: PauseMode) -> None:
