@@ -86,21 +86,25 @@ class EngineHttp:
             )
             self._last_used = time.monotonic()
             return response
-        except requests.ReadTimeout as error:
-            _forget_key(error)
-            raise UpdateTimeout(
-                f"no answer to {method} {route} within {deadline.seconds:.1f} s",
-                engine=self.url,
-                phase=phase,
-            ) from error
         except requests.RequestException as error:
             _forget_key(error)
-            raise EngineUnreachable(
-                f"{method} {route} got no answer: {_cause(error)}",
+            raise self._no_answer(error, f"{method} {route}", phase, deadline) from error
+
+    def _no_answer(
+        self, error: requests.RequestException, request: str, phase: Phase, deadline: Deadline
+    ) -> EngineUnreachable | UpdateTimeout:
+        if isinstance(error, requests.ReadTimeout):
+            return UpdateTimeout(
+                f"no answer to {request} within {deadline.seconds:.1f} s",
                 engine=self.url,
                 phase=phase,
-                remedy=_connection_remedy(str(error)),
-            ) from error
+            )
+        return EngineUnreachable(
+            f"{request} got no answer: {_cause(error)}",
+            engine=self.url,
+            phase=phase,
+            remedy=_connection_remedy(str(error)),
+        )
 
     def rejection(self, response: requests.Response, *, phase: Phase) -> EngineRejected:
         """The error that an answer means, with a bounded part of the engine's own words."""

@@ -108,8 +108,7 @@ class SGLangWeightSyncScheme(CollectorScheme):
         urls = parse_server_urls(server_url)
         self.server_url = urls[0] if isinstance(server_url, str) else list(urls)
         self.strategy_name = self.strategy_str = strategy
-        if isinstance(device, (str, torch.device)):
-            check_device_exists(parse_device(device))
+        _check_named_device(device)
         self.options = UpdateOptions(
             master_address=_master_address(master_address),
             master_port=master_port,
@@ -168,6 +167,13 @@ class SGLangWeightSyncScheme(CollectorScheme):
     def create_receiver(self, *args: Any, **kwargs: Any) -> None:
         """None: the servers own the receivers."""
         torchrl_logger.info("SGLang servers own their receivers; there is none to create")
+
+
+def _check_named_device(device: DeviceLike) -> None:
+    # A bare index is TorchRL's default and follows the scheme to the machine that has the GPU;
+    # who names a device means one that exists.
+    if isinstance(device, (str, torch.device)):
+        check_device_exists(parse_device(device))
 
 
 def _master_address(argument: str | None) -> str | None:
