@@ -182,7 +182,9 @@ class Trainer:
     def close(self) -> None:
         """Leave the group on both sides."""
         post(self.engine, "/destroy_weights_update_group", group_name=self.name)
-        dist.destroy_process_group(self.group)
+        # Whoever destroys the default group destroys all others with it.
+        with suppress(ValueError):
+            dist.destroy_process_group(self.group)
 
 
 @contextmanager
