@@ -1,6 +1,6 @@
 """Everything private in torch that the library relies on, in one place.
 
-Read in torch 2.6 to 2.13, run on 2.11 (NCCL) and 2.13 (gloo). The group is built from the
+Run on torch 2.11 (NCCL) and 2.13 (gloo). The group is built from the
 backend classes themselves and not through ``torch.distributed``'s registry: torch never learns
 of it, so no name is used up, no default group is split, and the group is disposed of by
 dropping it.
