@@ -106,6 +106,8 @@ class Edge:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status.append(message["status"])
+                if (b"content-length", b"0") in message.get("headers", ()):
+                    self._log.end(record, status[0])  # the headers are all that the client awaits
             # Noted before the last byte leaves: who has the answer finds it in the log.
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 self._log.end(record, status[0])
