@@ -7,6 +7,7 @@ import pickle
 import socket
 import time
 import traceback
+from collections.abc import Iterator
 
 import pytest
 import requests
@@ -27,9 +28,12 @@ def get(engine: EngineHttp, route: str = "/x", *, seconds: float = 5.0, **more):
     return engine.call("GET", route, phase="pause", deadline=Deadline(seconds), **more)
 
 
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+@pytest.fixture
+def unused_port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody else can take meanwhile."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 # -- requests ------------------------------------------------------------------------------
@@ -59,7 +63,8 @@ def test_any_answer_is_an_answer_and_no_error(server, answer, status: int) -> No
     assert get(client(server.url)).status_code == status
 
 
-def test_connections_are_used_again(server) -> None:
+def test_connections_are_used_again(server, monkeypatch) -> None:
+    monkeypatch.setattr("weight_update.engines.http._IDLE_SECONDS", 600.0)
     engine = client(server.url)
     for _ in range(5):
         get(engine)
@@ -169,10 +174,10 @@ def test_a_key_is_in_no_part_of_a_refusal(server, answer, status: int) -> None:
 
 @pytest.mark.parametrize("fault", ["hang up", "late", "nobody"])
 def test_a_key_is_in_no_part_of_an_error_without_an_answer(
-    server, answer, monkeypatch, fault: str
+    server, answer, unused_port: int, fault: str
 ) -> None:
-    server.answers["/x"] = answer(hang_up=fault == "hang up", delay=0.3 * (fault == "late"))
-    url = f"http://127.0.0.1:{unused_port()}" if fault == "nobody" else server.url
+    server.answers["/x"] = answer(hang_up=fault == "hang up", delay=30 * (fault == "late"))
+    url = f"http://127.0.0.1:{unused_port}" if fault == "nobody" else server.url
     engine = client(url, api_key=KEY, admin_api_key=ADMIN_KEY)
 
     with pytest.raises((EngineUnreachable, UpdateTimeout)) as caught:
@@ -207,28 +212,25 @@ def test_a_redirect_is_not_followed_and_takes_no_key_elsewhere(server, make_serv
 # -- time ----------------------------------------------------------------------------------
 
 
-def test_no_answer_before_the_deadline_is_a_timeout_that_names_the_route(
-    server, answer, monkeypatch
-) -> None:
-    server.answers["/x"] = answer(delay=2.0)
-    started = time.monotonic()
+def test_no_answer_before_the_deadline_is_a_timeout_that_names_the_route(server, answer) -> None:
+    server.answers["/x"] = answer(delay=30)
 
     with pytest.raises(UpdateTimeout, match="/x") as caught:
         get(client(server.url), seconds=0.2)
 
-    assert time.monotonic() - started < 1.5
     assert (caught.value.engine, caught.value.phase) == (server.url, "pause")
     assert isinstance(caught.value, TimeoutError)
 
 
-def test_a_request_is_not_repeated_after_its_time_ran_out(server, answer, monkeypatch) -> None:
-    server.answers["/x"] = answer(delay=0.3)
+def test_a_request_is_not_repeated_after_its_time_ran_out(server, answer) -> None:
+    server.answers["/x"] = answer(delay=30)
+    engine = client(server.url)
 
     with pytest.raises(UpdateTimeout):
-        get(client(server.url), seconds=0.1)
+        get(engine, seconds=0.1)
 
-    time.sleep(0.5)
-    assert len(server.asked) == 1
+    get(engine, "/next")
+    assert [asked.path for asked in server.asked].count("/x") <= 1
 
 
 def test_a_request_is_not_repeated_after_its_connection_broke(server, answer) -> None:
@@ -248,14 +250,14 @@ def test_nothing_is_sent_once_the_deadline_has_passed(server) -> None:
     assert server.asked == []
 
 
-def test_a_server_that_is_not_there_is_unreachable_at_once() -> None:
-    url = f"http://127.0.0.1:{unused_port()}"
-    started = time.monotonic()
+def test_a_server_that_is_not_there_is_unreachable_at_once(unused_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_port}"
+    deadline = Deadline(60)
 
     with pytest.raises(EngineUnreachable, match="refused") as caught:
-        get(client(url))
+        client(url).call("GET", "/x", phase="pause", deadline=deadline)
 
-    assert time.monotonic() - started < 2.0
+    assert deadline.remaining() > 30
     assert caught.value.engine == url
     assert caught.value.remedy
     assert "object at 0x" not in str(caught.value)

@@ -22,6 +22,7 @@ PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
 TOKENS = 8
 
 INIT = "/init_weights_update_group"
+LEAVE = "/destroy_weights_update_group"
 PAUSE = "/pause_generation"
 BEGIN = "/begin_weight_update"
 UPDATE = "/update_weights_from_distributed"
@@ -73,12 +74,12 @@ def tokens_of(seed: int) -> list[int]:
 
 def served(engine: ReferenceEngine) -> list[int]:
     """What an engine generates for ``PROMPT``."""
-    return list(engine.generate(PROMPT, TOKENS, timeout=10)["output_ids"])
+    return list(engine.generate(PROMPT, TOKENS)["output_ids"])
 
 
 def label(engine: ReferenceEngine) -> str:
     """The version that an engine shows."""
-    return str(engine.call("GET", "/model_info", timeout=10)["weight_version"])
+    return str(engine.call("GET", "/model_info")["weight_version"])
 
 
 def relabel(engine: ReferenceEngine, version: str) -> None:
@@ -89,7 +90,7 @@ def relabel(engine: ReferenceEngine, version: str) -> None:
 def is_paused(engine: ReferenceEngine) -> bool:
     """Whether an engine holds new requests."""
     try:
-        engine.call("GET", "/ready", timeout=10)
+        engine.call("GET", "/ready")
     except RuntimeError:
         return True
     return False
@@ -100,7 +101,7 @@ def make_sender(
 ) -> SGLangWeightSender:
     """A sender for one engine or several, with a bound that no test waits for."""
     urls = engines.url if isinstance(engines, ReferenceEngine) else [e.url for e in engines]
-    return SGLangWeightSyncScheme(urls, **{"timeout": 20.0, **options}).create_sender()
+    return SGLangWeightSyncScheme(urls, **{"timeout": 60.0, **options}).create_sender()
 
 
 def push(engines: Sequence[ReferenceEngine] | ReferenceEngine, model: Any) -> None:
@@ -122,7 +123,10 @@ def timeout_of(sender: SGLangWeightSender, seconds: float) -> Iterator[None]:
 
 
 class Log:
-    """What engines were asked since this object was made."""
+    """What engines were asked since this object was made.
+
+    Groups of earlier tests are left out: they are left whenever their owners come to it.
+    """
 
     def __init__(self, *engines: ReferenceEngine) -> None:
         gc.collect()  # senders dropped by earlier tests leave their groups now, not later
@@ -131,7 +135,14 @@ class Log:
     def records(self, engine: ReferenceEngine, path: str | None = None) -> list[dict[str, Any]]:
         """Requests in order of arrival, without probes."""
         found = engine.requests()[self._start[engine.url] :]
-        return [r for r in found if r["method"] != "OPTIONS" and path in (None, r["path"])]
+        ours = {r["json"]["group_name"] for r in found if r["path"] == INIT}
+        return [
+            r
+            for r in found
+            if r["method"] != "OPTIONS"
+            and path in (None, r["path"])
+            and (r["path"] != LEAVE or r["json"]["group_name"] in ours)
+        ]
 
     def count(self, engine: ReferenceEngine, path: str) -> int:
         """How many requests a route got."""
@@ -147,7 +158,7 @@ class Log:
         return [path for i, path in enumerate(paths) if i == 0 or paths[i - 1] != path]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Poll until ``condition`` is true and return it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -159,6 +170,11 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
 def running(engine: ReferenceEngine) -> int:
     """Running requests."""
     return int(engine.call("GET", "/v1/loads")["loads"][0]["num_running_reqs"])
+
+
+def tokens(engine: ReferenceEngine) -> int:
+    """Tokens of the running requests."""
+    return int(engine.call("GET", "/v1/loads")["loads"][0]["num_total_tokens"])
 
 
 @contextmanager
@@ -173,14 +189,14 @@ def takes_at_most(seconds: float) -> Iterator[None]:
 def wake(engine: ReferenceEngine) -> None:
     """Let a frozen engine go on."""
     os.kill(engine.pid, signal.SIGCONT)
-    wait_for(lambda: engine.call("GET", "/ping", timeout=10) == "")
+    wait_for(lambda: engine.call("GET", "/ping") == "")
 
 
 def revive(engine: ReferenceEngine) -> None:
     """Make a shared engine usable again, whatever a test did to it."""
     if engine.process.poll() is None:
-        wake(engine)
-        with suppress(OSError, RuntimeError):
+        with suppress(OSError, RuntimeError):  # it may be dying
+            wake(engine)
             engine.clear_faults()
             _settle(engine)
             return
@@ -189,7 +205,7 @@ def revive(engine: ReferenceEngine) -> None:
 
 def _settle(engine: ReferenceEngine) -> None:
     with suppress(RuntimeError):  # there is usually no session to end
-        engine.call("POST", END, timeout=5)
-    engine.call("POST", CONTINUE, {}, timeout=5)
-    engine._exchange("POST", "/abort_request", {"abort_all": True}, 5)
-    engine.generate([1], 1, timeout=5)
+        engine.call("POST", END, timeout=20)
+    engine.call("POST", CONTINUE, {}, timeout=20)
+    engine._exchange("POST", "/abort_request", {"abort_all": True}, 20)
+    engine.generate([1], 1, timeout=20)

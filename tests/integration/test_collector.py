@@ -19,7 +19,7 @@ from weight_update import ConfigurationError, EngineRejected, SGLangWeightSyncSc
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 from . import kit
-from .kit import INIT, PAUSE, UPDATE
+from .kit import INIT, LEAVE, PAUSE, UPDATE
 
 
 class Idle(EnvBase):
@@ -75,7 +75,7 @@ def make_collector() -> Iterator[Make]:
 
 
 def make_scheme(engine: ReferenceEngine) -> SGLangWeightSyncScheme:
-    return SGLangWeightSyncScheme(engine.url, timeout=20.0)
+    return SGLangWeightSyncScheme(engine.url, timeout=60.0)
 
 
 def version_of(collector: Any) -> int:
@@ -175,6 +175,7 @@ def test_a_scheme_in_use_is_pickled_as_configuration(
 def test_shutdown_leaves_the_group_and_may_be_repeated(engine: ReferenceEngine) -> None:
     scheme = make_scheme(engine)
     scheme.register_model(kit.llama(1))
+    log = kit.Log(engine)
     collector = Collector(
         Idle(),
         client(),
@@ -182,10 +183,9 @@ def test_shutdown_leaves_the_group_and_may_be_repeated(engine: ReferenceEngine) 
         total_frames=4,
         weight_sync_schemes={"policy": scheme},
     )
-    log = kit.Log(engine)
     collector.update_policy_weights_()
     collector.shutdown()
     scheme.shutdown()
     scheme.shutdown()
-    left = log.records(engine, "/destroy_weights_update_group")
+    left = log.records(engine, LEAVE)
     assert [record["status"] for record in left] == [200]

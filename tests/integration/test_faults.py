@@ -24,8 +24,8 @@ from .kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
 OLD, NEW, MIXED = EngineState.OLD, EngineState.NEW, EngineState.MIXED
 UNREACHABLE = EngineState.UNREACHABLE
 
-SHORT = 1.0
-SLACK = 2.5  # 2 s are promised; the rest is for a busy machine
+SHORT = 2.0
+SLACK = 15.0  # 2 s are promised; the rest is for a busy machine, and far below the deadline
 
 #: Steps at which one engine keeps the others waiting.
 LATE_TOGETHER = (INIT, PAUSE, UPDATE)
@@ -82,7 +82,7 @@ class Trial:
         model = kit.llama(1)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         self.struck.inject(self.fault)
-        timeout = SHORT if self.waits else 20.0
+        timeout = SHORT if self.waits else 60.0
         start = time.monotonic()
         with kit.timeout_of(self.sender, timeout), pytest.raises(WeightUpdateError) as caught:
             self.sender.update_weights(model)

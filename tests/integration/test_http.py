@@ -164,39 +164,43 @@ def test_an_engine_is_updated_over_ipv6() -> None:
             assert body["master_address"] == "::1"
 
 
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody else can take meanwhile."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "no-such-host.invalid"])
-def test_an_engine_that_is_not_there_is_a_typed_error_at_once(host: str) -> None:
-    url = f"http://{host}:{closed_port()}"
+def test_an_engine_that_is_not_there_is_a_typed_error_at_once(host: str, closed_port: int) -> None:
+    url = f"http://{host}:{closed_port}"
     sender = SGLangWeightSyncScheme(url, timeout=60).create_sender()
-    with kit.takes_at_most(5), pytest.raises(EngineUnreachable) as caught:
+    with kit.takes_at_most(30), pytest.raises(EngineUnreachable) as caught:
         sender.update_weights(WEIGHTS)
     assert caught.value.engine == url
     assert caught.value.report.engines[url].state == "unreachable"
     sender.shutdown()
 
 
-def test_connecting_to_an_engine_that_is_not_there_is_a_typed_error_at_once() -> None:
-    url = f"http://127.0.0.1:{closed_port()}"
+def test_connecting_to_an_engine_that_is_not_there_is_a_typed_error_at_once(
+    closed_port: int,
+) -> None:
+    url = f"http://127.0.0.1:{closed_port}"
     sender = SGLangWeightSyncScheme(url, timeout=60).create_sender()
-    with kit.takes_at_most(5), pytest.raises(EngineUnreachable) as caught:
+    with kit.takes_at_most(30), pytest.raises(EngineUnreachable) as caught:
         sender.init_all_workers_group()
     assert caught.value.engine == url
 
 
 def test_one_missing_engine_of_three_is_named_before_any_is_paused(
-    three: list[ReferenceEngine],
+    three: list[ReferenceEngine], closed_port: int
 ) -> None:
     """C22: nothing is done to the others."""
-    missing = f"http://127.0.0.1:{closed_port()}"
+    missing = f"http://127.0.0.1:{closed_port}"
     log = kit.Log(*three)
     sender = SGLangWeightSyncScheme([e.url for e in three] + [missing]).create_sender()
-    with kit.takes_at_most(5), pytest.raises(EngineUnreachable) as caught:
+    with kit.takes_at_most(30), pytest.raises(EngineUnreachable) as caught:
         sender.update_weights(WEIGHTS)
     assert caught.value.engine == missing
     assert [log.count(engine, PAUSE) for engine in three] == [0, 0, 0]
@@ -265,7 +269,7 @@ class FakeServer:
 
 def refused(server: FakeServer, **options: Any) -> WeightUpdateError:
     """The error of an update that must fail before anything is posted."""
-    scheme = SGLangWeightSyncScheme(server.url, timeout=5, **options)
+    scheme = SGLangWeightSyncScheme(server.url, timeout=60, **options)
     with scheme.create_sender() as sender, pytest.raises(WeightUpdateError) as caught:
         sender.update_weights(WEIGHTS)
     assert server.posted() == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,14 +28,14 @@ class InFlight:
         self._engine = engine
         self._answer = pool.submit(engine.generate, [3, 1, 4], 3000, rid="long")
         kit.wait_for(lambda: kit.running(engine))
-        time.sleep(0.05)  # a few tokens
 
     def cut(self) -> dict[str, Any]:
-        """End it after a few more tokens and return its answer."""
-        time.sleep(0.1)
+        """End it after a few more tokens, unless it has ended, and return its answer."""
+        enough = kit.tokens(self._engine) + 8
+        kit.wait_for(lambda: self._answer.done() or kit.tokens(self._engine) >= enough)
         if not self._answer.done():
-            self._engine._exchange("POST", "/abort_request", {"rid": "long"}, 10)
-        return dict(self._answer.result(20))
+            self._engine._exchange("POST", "/abort_request", {"rid": "long"}, 60)
+        return dict(self._answer.result(60))
 
 
 @contextmanager
@@ -123,12 +122,12 @@ def test_an_aborted_request_says_so_and_has_only_old_tokens(at_a: ReferenceEngin
 def test_no_update_ends_a_request_that_the_mode_keeps(mode: str, at_a: ReferenceEngine) -> None:
     """C31: neither the pause nor the label aborts it; it ends by its own length."""
     with ThreadPoolExecutor(1) as pool, kit.make_sender(at_a, pause_mode=mode) as sender:
-        request = pool.submit(at_a.generate, [3, 1, 4], 300)
+        request = pool.submit(at_a.generate, [3, 1, 4], 2000, timeout=120)
         kit.wait_for(lambda: kit.running(at_a))
         sender.update_weights(kit.llama(1))
-        answer = request.result(20)
+        answer = request.result(120)
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    assert len(answer["output_ids"]) == 300
+    assert len(answer["output_ids"]) == 2000
 
 
 # ---- the cache

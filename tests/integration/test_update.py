@@ -24,7 +24,7 @@ from weight_update import (
 from weight_update.reference_engine import ReferenceEngine
 
 from . import kit
-from .kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
+from .kit import BEGIN, CONTINUE, END, FLUSH, INIT, LEAVE, PAUSE, STAMP, UPDATE
 
 
 def flat(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -415,6 +415,6 @@ def test_shutdown_leaves_no_group_on_the_engine(engine: ReferenceEngine) -> None
     with kit.make_sender(engine) as sender:
         sender.update_weights(kit.llama(1))
     (joined,) = log.bodies(engine, INIT)
-    left = log.records(engine, "/destroy_weights_update_group")
+    left = log.records(engine, LEAVE)
     assert [r["json"]["group_name"] for r in left] == [joined["group_name"]]
     assert left[0]["status"] == 200

@@ -31,7 +31,7 @@ class Trainer:
         path = self._home / f"{self.pid}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait_for(self, words: str, seconds: float = 20.0) -> None:
+    def wait_for(self, words: str, seconds: float = 60.0) -> None:
         """Wait until it has printed ``words``."""
         deadline = time.monotonic() + seconds
         while words not in self.output():
@@ -78,7 +78,7 @@ class Trainers:
 
     def stop(self) -> None:
         """End the parent of all trainers."""
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=60)
 
 
 # ---- what trainers do, each in a process of its own
@@ -123,7 +123,7 @@ def update_pickled(url: str, weights: str, pickled: str) -> None:
 
 def update_after_fork(url: str, weights: str) -> None:
     """Connect, fork, use the sender in the child, and then in the parent."""
-    sender = _sender(url, timeout=2.0)
+    sender = _sender(url)
     sender.update_weights(_load(weights))
     child = os.fork()
     if child == 0:
@@ -141,10 +141,10 @@ def update_after_fork(url: str, weights: str) -> None:
     sender.shutdown()
 
 
-def _sender(url: str, timeout: float = 20.0) -> Any:
+def _sender(url: str) -> Any:
     from weight_update import SGLangWeightSyncScheme
 
-    return SGLangWeightSyncScheme(url, timeout=timeout).create_sender()
+    return SGLangWeightSyncScheme(url, timeout=60.0).create_sender()
 
 
 def _load(path: str) -> Any:

@@ -39,14 +39,10 @@ from weight_update.options import (
     PAUSE_MODE_VARIABLE,
 )
 
-
-def nobody() -> str:
-    """The URL of an engine that is not there."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-URL = nobody()
+# Nobody listens on this port, and nobody else can take it meanwhile.
+HELD = socket.socket()
+HELD.bind(("127.0.0.1", 0))
+URL = f"http://127.0.0.1:{HELD.getsockname()[1]}"
 
 
 def scheme(**more: Any) -> SGLangWeightSyncScheme:
@@ -344,7 +340,7 @@ def test_nothing_is_written_to_the_environment() -> None:
 
 
 def secretive() -> SGLangWeightSyncScheme:
-    return scheme(api_key="hunter2", admin_api_key="hunter3", timeout=1.0)
+    return scheme(api_key="hunter2", admin_api_key="hunter3")
 
 
 @pytest.mark.parametrize(
@@ -632,7 +628,7 @@ def test_weights_that_differ_from_the_metadata_are_refused_before_any_engine_is_
 
 
 def test_an_engine_that_is_not_there_is_named_and_nothing_counts() -> None:
-    sender, collector = scheme(timeout=2.0, device="cpu").create_sender(), Collector()
+    sender, collector = scheme(device="cpu").create_sender(), Collector()
     sender.register_collector(collector)
 
     with pytest.raises(EngineUnreachable) as caught:

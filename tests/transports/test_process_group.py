@@ -29,7 +29,9 @@ from weight_update.transports.process_group import UpdateGroup, open_group
 from weight_update.waiting import spawn
 
 CPU = torch.device("cpu")
-PATIENCE = 20.0
+PATIENCE = 60.0
+# What blocks does so for minutes; the rest is for a busy machine.
+AT_ONCE = 10.0
 
 
 class PeerProcess:
@@ -98,7 +100,7 @@ def open_update_group() -> Iterator[OpenGroup]:
         group.give_up()
 
 
-def invite(group: UpdateGroup, peer: PeerProcess, rank: int = 1, timeout: float = 30.0) -> None:
+def invite(group: UpdateGroup, peer: PeerProcess, rank: int = 1) -> None:
     host = f"[{group.address}]" if ":" in group.address else group.address
     peer.send(
         "join",
@@ -106,7 +108,7 @@ def invite(group: UpdateGroup, peer: PeerProcess, rank: int = 1, timeout: float 
         rank=rank,
         world_size=group.world_size,
         name=group.name,
-        timeout=timeout,
+        timeout=PATIENCE,
     )
 
 
@@ -127,8 +129,8 @@ def bytes_of(tensors: list[torch.Tensor]) -> list[list[int]]:
     return [t.reshape(-1).view(torch.uint8).tolist() for t in tensors]
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
-    end = time.monotonic() + timeout
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
@@ -194,9 +196,9 @@ PAYLOADS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def joined(shared_peers: list[PeerProcess]) -> Iterator[tuple[UpdateGroup, list[PeerProcess]]]:
-    """A group of three that several tests broadcast in, one after the other."""
+    """A group of three; a peer is in one group at a time."""
     group = UpdateGroup(address="127.0.0.1", port=None, world_size=3, device=CPU)
     meet(group, *shared_peers)
     yield group, shared_peers
@@ -303,9 +305,9 @@ def test_giving_up_frees_a_peer_that_waits_for_a_broadcast(
     peer.send("receive", specs=[("float32", [4])])
     assert peer.is_blocked()
 
-    assert seconds_of(group.give_up) < 0.5
+    assert seconds_of(group.give_up) < AT_ONCE
 
-    assert "error" in peer.answer(timeout=5.0)
+    assert "error" in peer.answer()
     peer.send("leave")
     peer.answer()
 
@@ -321,8 +323,8 @@ def test_giving_up_never_blocks_though_a_broadcast_is_unfinished(
         group.broadcast([torch.zeros(32 << 20, dtype=torch.uint8)])
         assert group.moving()
 
-        assert seconds_of(group.give_up) < 0.5
-        assert seconds_of(group.give_up) < 0.5
+        assert seconds_of(group.give_up) < AT_ONCE
+        assert seconds_of(group.give_up) < AT_ONCE
     finally:
         deaf.kill()
 
@@ -337,7 +339,7 @@ def test_a_peer_that_dies_in_a_broadcast_is_an_error_at_once(open_update_group: 
     doomed.kill()
 
     with pytest.raises(WeightUpdateError, match="the broadcast failed") as caught:
-        wait_until(lambda: not group.moving(), timeout=5.0)
+        wait_until(lambda: not group.moving())
     assert caught.value.phase == "transfer"
 
 
@@ -365,9 +367,9 @@ def test_a_process_that_ends_right_after_giving_up_ends_cleanly(peer: PeerProces
         rank=1,
         world_size=2,
         name=told["name"],
-        timeout=20.0,
+        timeout=PATIENCE,
     )
-    assert peer.answer() == {"ok": "joined"}
+    peer.answer()  # it joined, unless the trainer's end came first
 
     assert trainer.wait(timeout=PATIENCE) == 0
 
@@ -380,7 +382,7 @@ def test_a_process_that_ends_right_after_giving_up_ends_cleanly(peer: PeerProces
 
 def ends_soon(joining: Future[None]) -> bool:
     with pytest.raises(RuntimeError):
-        joining.result(timeout=2.0)
+        joining.result(timeout=PATIENCE)
     return True
 
 
@@ -401,7 +403,7 @@ def test_a_join_that_one_of_two_peers_answered_waits_for_the_other(
 ) -> None:
     group = open_update_group(world_size=3)
     joining = spawn(group.join)
-    invite(group, peer, rank=1, timeout=3.0)
+    invite(group, peer, rank=1)
     wait_until(lambda: group.missing_rank() == 2)
 
     group.give_up()
