@@ -17,7 +17,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 Strategy = Literal["tensordict", "state_dict"]
 Backend = Literal["auto", "nccl", "gloo"]
 OnFailure = Literal["hold", "resume"]
-LoadFormat = Literal["flattened_bucket", "tensors"]
+LoadFormat = Literal["auto", "flattened_bucket", "tensors"]
 DeviceLike = int | str | torch.device | None
 
 PAUSE_MODE_VARIABLE = "TORCHRL_SGLANG_PAUSE_GENERATION_MODE"
@@ -93,7 +93,7 @@ class UpdateOptions:
     pause_mode: PauseMode | None = None
     backend: Backend = "auto"
     bucket_bytes: int | None = None
-    load_format: LoadFormat = "flattened_bucket"
+    load_format: LoadFormat = "auto"
     timeout: float = 300.0
     on_failure: OnFailure = "hold"
     dtype: torch.dtype | None = None

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from weight_update.errors import Phase
+
 
 class EngineState(StrEnum):
     """Which weights an engine holds after an update.
@@ -56,6 +58,25 @@ class EngineOutcome:
         pause = ", paused" if self.paused else ""
         detail = f": {self.detail}" if self.detail else ""
         return f"{self.url} {self.state} (version {self.version or 'unknown'}{pause}){detail}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a running update is.
+
+    Attributes:
+        phase: The phase that runs.
+        bytes_done: Payload bytes that every engine confirmed.
+        bytes_total: Payload bytes of the plan; 0 until it is made.
+        bucket: Buckets that every engine confirmed.
+        buckets: Buckets of the plan; 0 until it is made.
+    """
+
+    phase: Phase
+    bytes_done: int
+    bytes_total: int
+    bucket: int
+    buckets: int
 
 
 @dataclass(frozen=True)

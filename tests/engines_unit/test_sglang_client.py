@@ -25,16 +25,16 @@ def soon() -> Deadline:
     return Deadline(5.0)
 
 
-def bucket() -> Bucket:
+def bucket(*, flat: bool) -> Bucket:
     tensors = {"a.weight": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.tensor(1.0)}
-    return Bucket(extract_weights(tensors))
+    return Bucket(extract_weights(tensors), flat=flat)
 
 
 # -- update requests -----------------------------------------------------------------------
 
 
 def test_an_update_request_announces_names_dtypes_and_shapes_in_wire_order() -> None:
-    body = update_request(bucket(), group_name="g", flat=False, flush=False)
+    body = update_request(bucket(flat=False), group_name="g", flush=False)
 
     assert body == {
         "names": ["a.weight", "b"],
@@ -47,8 +47,8 @@ def test_an_update_request_announces_names_dtypes_and_shapes_in_wire_order() -> 
 
 
 def test_only_a_flat_bucket_names_its_format() -> None:
-    flat = update_request(bucket(), group_name="g", flat=True, flush=False)
-    tensors = update_request(bucket(), group_name="g", flat=False, flush=False)
+    flat = update_request(bucket(flat=True), group_name="g", flush=False)
+    tensors = update_request(bucket(flat=False), group_name="g", flush=False)
 
     assert flat == {**tensors, "load_format": "flattened_bucket"}
 
@@ -58,7 +58,7 @@ def test_only_a_flat_bucket_names_its_format() -> None:
 def test_an_update_request_never_aborts_requests_and_writes_no_version(
     flat: bool, flush: bool
 ) -> None:
-    body = update_request(bucket(), group_name="g", flat=flat, flush=flush)
+    body = update_request(bucket(flat=flat), group_name="g", flush=flush)
 
     assert body["flush_cache"] is flush
     assert body["abort_all_requests"] is False

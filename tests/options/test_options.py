@@ -76,7 +76,7 @@ def test_a_value_that_cannot_work_is_refused_with_the_name_of_its_argument(
     [
         ("backend", ["auto", "nccl", "gloo"]),
         ("on_failure", ["hold", "resume"]),
-        ("load_format", ["flattened_bucket", "tensors"]),
+        ("load_format", ["auto", "flattened_bucket", "tensors"]),
     ],
 )
 def test_a_refused_choice_lists_what_is_accepted(argument: str, accepted: list[str]) -> None:
@@ -112,7 +112,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert defaults.timeout == 300.0
     assert (defaults.backend, defaults.load_format, defaults.on_failure) == (
         "auto",
-        "flattened_bucket",
+        "auto",
         "hold",
     )
     assert defaults.http == HttpOptions(tls_verify=True, use_proxies=False)

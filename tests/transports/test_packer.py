@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_update.errors import WeightMismatchError
+from weight_update.options import LoadFormat
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import Bucket, plan_buckets
 from weight_update.weights.extract import extract_weights
@@ -92,7 +94,7 @@ def test_a_flat_bucket_cut_by_its_specs_gives_back_the_logical_values(
 ) -> None:
     bucket = in_one_bucket(tensors)
 
-    (buffer,) = BucketPacker(CPU, flat=True).pack(bucket)
+    (buffer,) = BucketPacker(CPU).pack(bucket)
 
     got = unpacked(buffer, bucket)
     assert got.keys() == tensors.keys()
@@ -108,7 +110,7 @@ def test_a_flat_bucket_is_the_bytes_of_each_contiguous_tensor_in_wire_order(
 ) -> None:
     bucket = in_one_bucket(tensors)
 
-    (buffer,) = BucketPacker(CPU, flat=True).pack(bucket)
+    (buffer,) = BucketPacker(CPU).pack(bucket)
 
     assert buffer.dtype == torch.uint8
     assert bits(buffer) == b"".join(bits(tensors[spec.name]) for spec in bucket.specs)
@@ -120,7 +122,7 @@ def test_single_tensors_are_contiguous_and_hold_the_logical_values(
 ) -> None:
     bucket = in_one_bucket(tensors)
 
-    sent = BucketPacker(CPU, flat=False).pack(bucket)
+    sent = BucketPacker(CPU).pack(replace(bucket, flat=False))
 
     assert [bits(t) for t in sent] == [bits(tensors[spec.name]) for spec in bucket.specs]
     assert all(t.is_contiguous() for t in sent)
@@ -132,7 +134,7 @@ def test_single_tensors_are_contiguous_and_hold_the_logical_values(
 def test_a_bucket_stays_whole_while_the_next_is_packed(
     buckets: list[dict[str, torch.Tensor]],
 ) -> None:
-    packer = BucketPacker(CPU, flat=True)
+    packer = BucketPacker(CPU)
     travelling, expected = None, b""
     for tensors in buckets:
         bucket = in_one_bucket(tensors)
@@ -143,7 +145,7 @@ def test_a_bucket_stays_whole_while_the_next_is_packed(
 
 
 def test_two_buffers_serve_any_number_of_buckets() -> None:
-    packer = BucketPacker(CPU, flat=True)
+    packer = BucketPacker(CPU)
     buckets = [in_one_bucket({"w": torch.full((64,), float(i))}) for i in range(10)]
 
     addresses = [packer.pack(bucket)[0].data_ptr() for bucket in buckets]
@@ -152,8 +154,67 @@ def test_two_buffers_serve_any_number_of_buckets() -> None:
     assert all(a != b for a, b in pairwise(addresses))
 
 
+def test_buffers_are_made_for_the_largest_bucket_at_once() -> None:
+    tensors = {f"w{i}": torch.zeros(size) for i, size in enumerate((10, 20, 30, 40))}
+    plan = plan_buckets(extract_weights(tensors), 1)
+    packer = BucketPacker(CPU)
+    packer.reserve(plan)
+
+    addresses = [packer.pack(bucket)[0].data_ptr() for bucket in plan.buckets]
+
+    assert addresses == [*addresses[:2], *addresses[:2]]
+    assert [buffer.numel() for buffer in packer._buffers] == [160, 160]
+
+
+def test_without_packed_buckets_no_buffer_is_made() -> None:
+    plan = plan_buckets(extract_weights({"w": torch.zeros(10)}), 1 << 20, lambda _: False)
+    packer = BucketPacker(CPU)
+    packer.reserve(plan)
+    packer.pack(plan.buckets[0])
+
+    assert [buffer.numel() for buffer in packer._buffers] == [0, 0]
+
+
+LARGE, SMALL = (1 << 20,), (64,)
+F32, F8 = torch.float32, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("load_format", "device", "dtype", "shape", "packed"),
+    [
+        ("auto", "cpu", F32, LARGE, False),
+        ("auto", "cpu", F32, SMALL, True),
+        ("auto", "cpu", F8, LARGE, True),  # gloo cannot broadcast it
+        ("auto", "cuda", F32, LARGE, True),
+        ("auto", "cuda", F32, SMALL, True),
+        ("flattened_bucket", "cpu", F32, LARGE, True),
+        ("flattened_bucket", "cuda", F32, LARGE, True),
+        ("tensors", "cpu", F32, SMALL, False),
+        ("tensors", "cuda", F32, SMALL, False),
+    ],
+)
+def test_what_is_packed_follows_from_format_device_size_and_dtype(
+    load_format: LoadFormat, device: str, dtype: torch.dtype, shape: tuple[int], packed: bool
+) -> None:
+    # No buffer is made before it is needed, so a GPU can be named without having one.
+    packer = BucketPacker(torch.device("meta"), load_format)
+    packer.device = torch.device(device)
+
+    assert packer.packs(TensorSpec("w", dtype, shape)) is packed
+
+
+@pytest.mark.parametrize("count", [3, 4000])
+def test_runs_of_small_tensors_are_the_same_bytes(count: int) -> None:
+    tensors = {f"w{i}": torch.full((500,), float(i)) for i in range(count)}
+    bucket = in_one_bucket(tensors)
+
+    (buffer,) = BucketPacker(CPU).pack(bucket)
+
+    assert bits(buffer) == b"".join(bits(tensor) for tensor in tensors.values())
+
+
 def test_a_smaller_bucket_travels_in_a_part_of_the_buffer() -> None:
-    packer = BucketPacker(CPU, flat=True)
+    packer = BucketPacker(CPU)
     for size in (100, 100, 3):
         (buffer,) = packer.pack(in_one_bucket({"w": torch.zeros(size)}))
 
@@ -161,7 +222,7 @@ def test_a_smaller_bucket_travels_in_a_part_of_the_buffer() -> None:
 
 
 def test_released_buffers_hold_no_memory_and_come_back_when_needed() -> None:
-    packer = BucketPacker(CPU, flat=True)
+    packer = BucketPacker(CPU)
     bucket = in_one_bucket({"w": torch.arange(1000.0)})
     packer.pack(bucket)
 
@@ -182,7 +243,7 @@ def test_every_value_is_read_exactly_once(flat: bool) -> None:
 
         return Weight(TensorSpec(name, torch.float32, (2,)), CPU, read)
 
-    BucketPacker(CPU, flat=flat).pack(Bucket((weight("a"), weight("b"))))
+    BucketPacker(CPU).pack(Bucket((weight("a"), weight("b")), flat=flat))
 
     assert reads == ["a", "b"]
 
@@ -204,7 +265,7 @@ def test_a_value_that_is_not_as_announced_is_never_packed(flat: bool, now: torch
     weight = Weight(TensorSpec("model.norm.weight", torch.float32, (2, 3)), CPU, lambda: now)
 
     with pytest.raises(WeightMismatchError, match=r"'model\.norm\.weight' was announced") as caught:
-        BucketPacker(CPU, flat=flat).pack(Bucket((weight,)))
+        BucketPacker(CPU).pack(Bucket((weight,), flat=flat))
 
     assert caught.value.phase == "transfer"
     assert str(tuple(now.shape)) in str(caught.value)
@@ -213,7 +274,7 @@ def test_a_value_that_is_not_as_announced_is_never_packed(flat: bool, now: torch
 def test_a_flat_bucket_does_not_follow_the_model_once_it_is_packed() -> None:
     model = torch.nn.Linear(2, 2)
     (bucket,) = plan_buckets(extract_weights(model), 1 << 20).buckets
-    (buffer,) = BucketPacker(CPU, flat=True).pack(bucket)
+    (buffer,) = BucketPacker(CPU).pack(bucket)
     before = bits(buffer)
 
     with torch.no_grad():
@@ -223,7 +284,7 @@ def test_a_flat_bucket_does_not_follow_the_model_once_it_is_packed() -> None:
 
 
 def test_twenty_tensors_under_a_cap_of_two_need_two_caps_of_memory() -> None:
-    packer = BucketPacker(CPU, flat=True)
+    packer = BucketPacker(CPU)
     tensors = {f"w{i}": torch.zeros(100) for i in range(20)}
 
     for bucket in plan_buckets(extract_weights(tensors), 800).buckets:

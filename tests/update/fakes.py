@@ -165,7 +165,11 @@ class FakeGroup:
 
 
 class FakePacker:
-    flat = True
+    def packs(self, spec: Any) -> bool:
+        return True
+
+    def reserve(self, plan: Any) -> None:
+        pass
 
     def objections(self, plan: Any) -> list[str]:
         return []

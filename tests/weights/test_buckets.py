@@ -132,6 +132,52 @@ def test_a_tensor_above_the_cap_travels_alone() -> None:
     assert [len(b.weights) for b in plan_buckets(weights, 16).buckets] == [1, 1, 2]
 
 
+@given(weight_lists(), LIMITS, st.integers(0, 300))
+def test_each_weight_travels_as_the_transport_wants_it_packed_ones_first(
+    weights: list[Weight], limit: int, largest: int
+) -> None:
+    plan = plan_buckets(weights, limit, lambda spec: spec.nbytes <= largest)
+
+    sent = [(w, bucket.flat) for bucket in plan.buckets for w in bucket.weights]
+    assert sorted((w for w, _ in sent), key=position) == weights
+    assert all(flat == (w.spec.nbytes <= largest) for w, flat in sent)
+    assert [flat for _, flat in sent] == sorted((flat for _, flat in sent), reverse=True)
+
+
+@given(weight_lists(), LIMITS)
+def test_weights_that_are_not_packed_keep_their_order(weights: list[Weight], limit: int) -> None:
+    plan = plan_buckets(weights, limit, lambda _: False)
+
+    assert [w for bucket in plan.buckets for w in bucket.weights] == weights
+
+
+@given(weight_lists(), LIMITS)
+def test_even_buckets_keep_the_limit_and_are_no_larger_than_full_ones(
+    weights: list[Weight], limit: int
+) -> None:
+    even = plan_buckets(weights, limit, even=True).buckets
+    full = plan_buckets(weights, limit).buckets
+
+    assert [w for b in even for w in sorted(b.weights, key=position)] == weights
+    largest = max((b.nbytes for b in full), default=0)
+    assert all(b.nbytes <= max(limit, largest) for b in even)
+    assert max((b.nbytes for b in even), default=0) <= largest or len(even) < len(full)
+
+
+def test_even_buckets_leave_no_small_rest() -> None:
+    weights = [weight(f"w{i}", torch.float32, (10,)) for i in range(9)]
+
+    assert [len(b.weights) for b in plan_buckets(weights, 320).buckets] == [8, 1]
+    assert [len(b.weights) for b in plan_buckets(weights, 320, even=True).buckets] == [5, 4]
+
+
+def test_each_lane_is_spread_by_itself() -> None:
+    weights = [weight(f"w{i}", torch.uint8, (n,)) for i, n in enumerate((1, 50, 1, 50, 50, 1))]
+    plan = plan_buckets(weights, 100, lambda spec: spec.nbytes == 1, even=True)
+
+    assert [(b.flat, len(b.weights)) for b in plan.buckets] == [(True, 3), (False, 2), (False, 1)]
+
+
 def test_a_plan_of_nothing_is_empty() -> None:
     plan = plan_buckets([], 1)
 

@@ -227,22 +227,19 @@ class SGLangSession:
         self._client.begin(deadline)
         return True
 
-    def apply(
-        self, bucket: Bucket, *, group_name: str, flat: bool, flush: bool, deadline: Deadline
-    ) -> None:
+    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
         """Announces a bucket and returns when the server has loaded it.
 
         Args:
             bucket: What is broadcast meanwhile.
             group_name: The group it is broadcast in.
-            flat: Whether it travels as one buffer, or as one broadcast a tensor.
             flush: Whether the server flushes its cache after loading.
             deadline: Bound of the call.
 
         Raises:
             EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
         """
-        body = update_request(bucket, group_name=group_name, flat=flat, flush=flush)
+        body = update_request(bucket, group_name=group_name, flush=flush)
         self._client.update(body, deadline)
 
     def close(self, deadline: Deadline) -> None:

@@ -160,14 +160,14 @@ class SGLangClient:
             raise self._http.rejection(response, phase=phase)
 
 
-def update_request(bucket: Bucket, *, group_name: str, flat: bool, flush: bool) -> dict[str, Any]:
+def update_request(bucket: Bucket, *, group_name: str, flush: bool) -> dict[str, Any]:
     """The body of an update request.
 
     Requests in flight are never aborted, and no version is written: the label moves once,
     after every engine has everything.
 
     Example:
-        >>> update_request(Bucket(()), group_name="g", flat=True, flush=False)["load_format"]
+        >>> update_request(Bucket(()), group_name="g", flush=False)["load_format"]
         'flattened_bucket'
     """
     body: dict[str, Any] = {
@@ -178,7 +178,7 @@ def update_request(bucket: Bucket, *, group_name: str, flat: bool, flush: bool) 
         "flush_cache": flush,
         "abort_all_requests": False,
     }
-    return {**body, "load_format": "flattened_bucket"} if flat else body
+    return {**body, "load_format": "flattened_bucket"} if bucket.flat else body
 
 
 def _is_anothers(response: requests.Response) -> bool:

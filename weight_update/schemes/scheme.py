@@ -54,10 +54,11 @@ class SGLangWeightSyncScheme(CollectorScheme):
             ``"retract"``.
         backend: ``"auto"`` (by device), ``"nccl"`` or ``"gloo"``; sent to the servers.
         bucket_bytes: A bucket is closed before it exceeds this; None means 2 GiB on CUDA and
-            256 MiB on the CPU (or ``WEIGHT_UPDATE_BUCKET_BYTES``). Two buffers of the largest
-            bucket stay allocated on the trainer between updates.
-        load_format: ``"flattened_bucket"`` (one buffer a bucket) or ``"tensors"`` (one
-            broadcast a tensor).
+            64 MiB on the CPU (or ``WEIGHT_UPDATE_BUCKET_BYTES``). Two buffers of the largest
+            packed bucket stay allocated on the trainer between updates.
+        load_format: ``"flattened_bucket"`` (one buffer a bucket), ``"tensors"`` (one
+            broadcast a tensor), or ``"auto"``: buckets over NCCL, and over gloo for small
+            tensors, which cost less copied than broadcast.
         dtype: Floating tensors are cast to it on the way; None sends them as they are.
         timeout: Seconds for a whole connect or update; overrun by 2 s at most.
         api_key: Key of ordinary routes (or ``WEIGHT_UPDATE_API_KEY``).
@@ -93,7 +94,7 @@ class SGLangWeightSyncScheme(CollectorScheme):
         *,
         backend: Backend = "auto",
         bucket_bytes: int | None = None,
-        load_format: LoadFormat = "flattened_bucket",
+        load_format: LoadFormat = "auto",
         dtype: torch.dtype | None = None,
         timeout: float = 300.0,
         api_key: str | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
-from weight_update.report import EngineOutcome, UpdateReport
+from weight_update.report import EngineOutcome, Progress, UpdateReport
+from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.extract import Metadata, device_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class SGLangWeightSender:
         """
         self._transport.init_all_workers_group(model_metadata, device=self._model_device())
 
-    def update_weights(self, weights: Any = None) -> UpdateReport:
+    def update_weights(
+        self, weights: Any = None, *, progress: Callable[[Progress], None] | None = None
+    ) -> UpdateReport:
         """Brings the weights to every server; returns when all generate with them.
 
         Takes at most the scheme's ``timeout`` and 2 s. Calls from several threads wait for
@@ -103,8 +106,12 @@ class SGLangWeightSender:
         have touched.
 
         Args:
-            weights: A module, a mapping of names to tensors, or a TensorDict; None takes the
-                registered model.
+            weights: A module, a mapping of names to tensors, a TensorDict or a
+                :class:`~weight_update.weights.checkpoint.Checkpoint`; None takes the registered
+                model.
+            progress: Called from this thread at the start of each phase and after each bucket
+                that every server confirmed. It must be quick: servers are paused meanwhile.
+                One that raises is warned of and not called again.
 
         Returns:
             The report: version, bytes, seconds by phase, state of each server.
@@ -121,8 +128,8 @@ class SGLangWeightSender:
         def source() -> Any:
             return self._model() if weights is None else weights
 
-        whole = weights is None or isinstance(weights, nn.Module)
-        return self._transport.update(source, self._count, whole=whole)
+        whole = weights is None or isinstance(weights, (nn.Module, Checkpoint))
+        return self._transport.update(source, self._count, whole=whole, progress=progress)
 
     def flush_cache(self) -> bool:
         """Flushes the prefix cache of every server; False if one did not (the log says why)."""

@@ -14,8 +14,11 @@ from weight_update.options import UpdateOptions, parse_device, parse_server_urls
 from weight_update.report import EngineOutcome, UpdateReport
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import open_group
+from weight_update.update.progress import ProgressHook
 from weight_update.update.updater import Updater
-from weight_update.weights.extract import Metadata, extract_weights, match_metadata
+from weight_update.weights.buckets import Plan
+from weight_update.weights.extract import Metadata, match_metadata
+from weight_update.weights.extraction_cache import ExtractionCache
 from weight_update.weights.specs import Weight
 
 Counted = Callable[[int], Sequence[str]]
@@ -76,14 +79,13 @@ class SGLangCollectiveTransport:
             pause_mode=pause_mode,
         )
         self._metadata: Metadata | None = None
+        self._extraction = ExtractionCache()
         self._model_device: Callable[[], torch.device | None] = _default_device
         self._process = os.getpid()
         self._updater = Updater(
             [SGLangEngine(url, self._options.http) for url in self._urls],
             open_group,
-            lambda device: BucketPacker(
-                device, flat=self._options.load_format == "flattened_bucket"
-            ),
+            lambda device: BucketPacker(device, self._options.load_format),
             self._options,
         )
 
@@ -187,6 +189,7 @@ class SGLangCollectiveTransport:
         counted: Counted | None = None,
         *,
         whole: bool = True,
+        progress: ProgressHook | None = None,
     ) -> UpdateReport:
         """Runs one update; makes the group first if there is none.
 
@@ -195,14 +198,26 @@ class SGLangCollectiveTransport:
             counted: Called with the new version before any engine continues.
             whole: Whether it is a whole model, and not a mapping that may hold some weights
                 only: servers with mixed weights are healed by a whole one.
+            progress: Told of each phase and of each confirmed bucket.
         """
         self._refuse_fork()
         return self._updater.update(
-            lambda: self._plan(source()), counted=counted or _nothing, whole=whole
+            lambda: self._extract(source()),
+            counted=counted or _nothing,
+            whole=whole,
+            progress=progress,
         )
 
-    def _plan(self, weights: Any) -> tuple[Weight, ...]:
-        extracted = extract_weights(weights, dtype=self._options.dtype)
+    def plan(self, source: Any) -> Plan:
+        """What an update would send, in which requests; no server is asked.
+
+        Args:
+            source: A mapping of names to tensors, a TensorDict, a module or a checkpoint.
+        """
+        return self._updater.plan(self._extract(source))
+
+    def _extract(self, weights: Any) -> tuple[Weight, ...]:
+        extracted = self._extraction.extract(weights, dtype=self._options.dtype)
         return extracted if self._metadata is None else match_metadata(extracted, self._metadata)
 
     def check_connection(self) -> bool:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from weight_update.errors import WeightMismatchError
+from weight_update.options import LoadFormat
 from weight_update.weights.buckets import Bucket, Plan
-from weight_update.weights.specs import Weight
+from weight_update.weights.specs import TensorSpec, Weight
 
+# Thousands of small tensors cost a call each, on the CPU as on the GPU, so they are written in
+# runs; a run's values exist together, which bounds what merged weights may take.
+_RUN_BYTES = 4 << 20
+# From here on a gloo broadcast of its own costs less than a copy into a buffer. Over NCCL the
+# copy hides behind the wire, and fewer launches win.
+_SEPARATE_BYTES = 1 << 20
 _GLOO_DTYPES = frozenset(
     {
         *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -24,27 +33,39 @@ class BucketPacker:
 
     Args:
         device: Device of the buffers.
-        flat: One byte buffer a bucket, or one tensor a weight for engines that take no
-            flattened buckets.
+        load_format: ``flattened_bucket`` packs every tensor, ``tensors`` none. ``auto`` packs
+            those that are better packed.
     """
 
-    def __init__(self, device: torch.device, *, flat: bool) -> None:
+    def __init__(self, device: torch.device, load_format: LoadFormat = "auto") -> None:
         self.device = device
-        self.flat = flat
+        self._load_format = load_format
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._turn = 0
+        self._nbytes = 0
+
+    def packs(self, spec: TensorSpec) -> bool:
+        """Whether a tensor travels in a flat bucket."""
+        if self._load_format != "auto":
+            return self._load_format == "flattened_bucket"
+        large = spec.nbytes >= _SEPARATE_BYTES and spec.dtype in _GLOO_DTYPES
+        return not (large and self.device.type == "cpu")
 
     def objections(self, plan: Plan) -> list[str]:
         """Why some tensors cannot travel one by one; as bytes in a flat bucket, all can."""
-        if self.flat or self.device.type != "cpu":
+        if self.device.type != "cpu":
             return []
-        specs = (spec for bucket in plan.buckets for spec in bucket.specs)
+        specs = (spec for bucket in plan.buckets if not bucket.flat for spec in bucket.specs)
         return [
             f"{spec.name!r} is {spec.dtype_name}, which gloo cannot broadcast; use "
-            "load_format='flattened_bucket'"
+            "load_format='auto'"
             for spec in specs
             if spec.dtype not in _GLOO_DTYPES
         ]
+
+    def reserve(self, plan: Plan) -> None:
+        """Learns how large the buffers must be; they are made when they are first used."""
+        self._nbytes = max((b.nbytes for b in plan.buckets if b.flat), default=0)
 
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -53,14 +74,13 @@ class BucketPacker:
         Raises:
             WeightMismatchError: A value has another dtype or shape than was announced.
         """
-        if not self.flat:
+        if not bucket.flat:
             return [_read(weight).to(self.device).contiguous() for weight in bucket.weights]
         buffer = self._next_buffer(bucket.nbytes)
         offset = 0
-        for weight in bucket.weights:
-            end = offset + weight.spec.nbytes
-            place = buffer[offset:end].view(weight.spec.dtype).view(weight.spec.shape)
-            place.copy_(_read(weight))
+        for run in _runs(bucket.weights):
+            end = offset + sum(weight.spec.nbytes for weight in run)
+            _fill(buffer[offset:end].view(run[0].spec.dtype), run)
             offset = end
         return [buffer]
 
@@ -70,14 +90,42 @@ class BucketPacker:
 
     def _next_buffer(self, nbytes: int) -> torch.Tensor:
         self._turn = 1 - self._turn
-        if self._buffers[self._turn].numel() < nbytes:
-            self._buffers[self._turn] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self._buffers[self._turn][:nbytes]
+        kept = self._buffers[self._turn]
+        if kept.numel() < nbytes:
+            self._buffers[self._turn] = kept = kept.new_empty(0)  # frees before it allocates
+            self._buffers[self._turn] = kept = kept.new_empty(max(nbytes, self._nbytes))
+        return kept[:nbytes]
+
+
+def _runs(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """Neighbours that are written by one call: of one dtype, and together small."""
+    run: list[Weight] = []
+    size = 0
+    for weight in weights:
+        nbytes = weight.spec.nbytes
+        if run and (weight.spec.dtype != run[0].spec.dtype or size + nbytes > _RUN_BYTES):
+            yield run
+            run, size = [], 0
+        run.append(weight)
+        size += nbytes
+    if run:
+        yield run
+
+
+def _fill(place: torch.Tensor, run: list[Weight]) -> None:
+    values = [_read(weight) for weight in run]
+    if len(values) > 1 and {weight.device for weight in run} == {place.device}:
+        torch.cat([value.reshape(-1) for value in values], out=place)
+        return
+    start = 0
+    for value in values:
+        place[start : start + value.numel()].view(value.shape).copy_(value)
+        start += value.numel()
 
 
 def _read(weight: Weight) -> torch.Tensor:
     tensor = weight.read().resolve_conj().resolve_neg()
-    if tensor.dtype != weight.spec.dtype or tuple(tensor.shape) != weight.spec.shape:
+    if tensor.dtype != weight.spec.dtype or tensor.shape != weight.spec.shape:
         raise WeightMismatchError(
             f"{weight.spec.name!r} was announced as {weight.spec.dtype} {weight.spec.shape} and is "
             f"{tensor.dtype} {tuple(tensor.shape)} now",

@@ -25,6 +25,7 @@ from weight_update.errors import (
 from weight_update.options import PauseMode
 from weight_update.report import UpdateReport
 from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.update.progress import Meter
 from weight_update.update.protocols import Group, Packer, Session
 from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import settle
@@ -39,7 +40,8 @@ _CULPRIT_SECONDS = 0.5
 class Stopwatch:
     """Seconds by phase, and which phase runs now."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter | None = None) -> None:
+        self.meter = meter or Meter()
         self.seconds: dict[str, float] = {}
         self.phase: Phase = "plan"
         self._start = time.perf_counter()
@@ -48,6 +50,7 @@ class Stopwatch:
     def running(self, phase: Phase) -> Iterator[None]:
         """Times a phase; a failure inside it leaves the phase's name behind."""
         self.phase = phase
+        self.meter.enter(phase)
         start = time.perf_counter()
         try:
             yield
@@ -71,6 +74,7 @@ class Procedure:
     deadline: Deadline
     watch: Stopwatch = field(default_factory=Stopwatch)
     warnings: list[str] = field(default_factory=list)
+    _packed: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
 
     def run(self) -> None:
         """Runs all steps.
@@ -78,22 +82,22 @@ class Procedure:
         Raises:
             WeightUpdateError: A step failed; every engine was settled.
         """
-        packed = self._prepare()
+        self._packed = self._prepare()
         paused_at = time.perf_counter()
         try:
-            self._steps(packed)
+            self._steps()
         except BaseException as error:
             self._settle(error)
             raise
         finally:
             self.watch.seconds["paused"] = time.perf_counter() - paused_at
 
-    def _steps(self, packed: list[torch.Tensor]) -> None:
+    def _steps(self) -> None:
         self._pause()
         self._each("drain", lambda m, _: m.engine.drain(self.rules.pause_mode, self.deadline))
         self._begin()
         with self.watch.running("transfer"):
-            self._transfer(packed)
+            self._transfer()
         self._end()
         self._flush()
         self._stamp()
@@ -121,6 +125,7 @@ class Procedure:
         """Everything that can fail without an engine noticing: objections, the first pack."""
         with self.watch.running("plan"):
             self._object(frozenset(self.plan.names))
+            self.packer.reserve(self.plan)
             for member in self.fleet.members:
                 member.start(Attempt(full=self.rules.full, buckets=len(self.plan.buckets)))
             return self.packer.pack(self.plan.buckets[0])
@@ -243,14 +248,16 @@ class Procedure:
 
     # -- transfer -----------------------------------------------------------------------
 
-    def _transfer(self, packed: list[torch.Tensor]) -> None:
-        """Packs each bucket while the one before it travels."""
+    def _transfer(self) -> None:
+        """Packs each bucket while the one before it travels; none is held once it arrived."""
         buckets = self.plan.buckets
+        packed, self._packed = self._packed, []
         for index, bucket in enumerate(buckets):
             self._send(bucket, packed, last=index == len(buckets) - 1)
             if index + 1 < len(buckets):
                 packed = self.packer.pack(buckets[index + 1])
             self._await_bucket()
+            self.watch.meter.confirm(bucket)
 
     def _send(self, bucket: Bucket, packed: list[torch.Tensor], *, last: bool) -> None:
         def apply(member: Member, attempt: Attempt) -> None:
@@ -259,7 +266,6 @@ class Procedure:
                 _session_of(attempt).apply(
                     bucket,
                     group_name=self.group.name,
-                    flat=self.packer.flat,
                     flush=last and flush,
                     deadline=self.deadline,
                 )

@@ -9,6 +9,7 @@ import torch
 from weight_update.options import PauseMode
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.specs import TensorSpec
 
 
 class Session(Protocol):
@@ -21,9 +22,7 @@ class Session(Protocol):
     def open(self, deadline: Deadline) -> bool:
         """Opens the update; returns whether another trainer's was open and had to be closed."""
 
-    def apply(
-        self, bucket: Bucket, *, group_name: str, flat: bool, flush: bool, deadline: Deadline
-    ) -> None:
+    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
         """Announces a bucket; returns when the engine has loaded it."""
 
     def close(self, deadline: Deadline) -> None:
@@ -138,7 +137,11 @@ class Group(Protocol):
 class Packer(Protocol):
     """Turns a bucket into the tensors that travel."""
 
-    flat: bool
+    def packs(self, spec: TensorSpec) -> bool:
+        """Whether a tensor travels in a flat bucket."""
+
+    def reserve(self, plan: Plan) -> None:
+        """Learns what will be packed."""
 
     def objections(self, plan: Plan) -> list[str]:
         """Why some tensors cannot travel; empty when all can."""

@@ -24,11 +24,16 @@ from weight_update.report import EngineOutcome, EngineState, UpdateReport
 from weight_update.update.connect import assign_ranks, join, leave
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.procedure import Procedure, Stopwatch
+from weight_update.update.progress import Meter, ProgressHook
 from weight_update.update.protocols import Engine, Group, Packer
 from weight_update.update.rules import UpdateRules
 from weight_update.update.versions import next_version
 from weight_update.waiting import Deadline
-from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from weight_update.weights.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    Plan,
+    plan_buckets,
+)
 from weight_update.weights.specs import TensorSpec, Weight
 
 _log = logging.getLogger("weight_update")
@@ -116,6 +121,7 @@ class Updater:
         *,
         counted: Callable[[int], Sequence[str]],
         whole: bool = True,
+        progress: ProgressHook | None = None,
     ) -> UpdateReport:
         """Runs one update.
 
@@ -124,6 +130,7 @@ class Updater:
             counted: Called with the new version once every engine has everything and before
                 any continues; returns warnings.
             whole: Whether the weights are a whole model's.
+            progress: Told of each phase and of each confirmed bucket.
 
         Returns:
             The report; every engine is ``new``.
@@ -132,7 +139,7 @@ class Updater:
             WeightUpdateError: With ``report``, ``phase`` and ``engine`` set.
         """
         deadline = Deadline(self.options.timeout)
-        watch = Stopwatch()
+        watch = Stopwatch(Meter(progress))
         with self._reporting(watch) as attempt, self._exclusively(deadline):
             for member in self._fleet.members:
                 member.start(Attempt())
@@ -146,6 +153,11 @@ class Updater:
             procedure.run()
             self._warn(procedure.warnings)
             return procedure.report(self.version)
+
+    def plan(self, weights: Sequence[Weight]) -> Plan:
+        """What an update of ``weights`` would send, in which requests; asks no engine."""
+        device = self._wire_device(weights[0].device)
+        return self._plan(weights, device, self._packer or self._open_packer(device))
 
     def flush_cache(self) -> bool:
         """Flushes every prefix cache once; False if one was not, and the log says why."""
@@ -280,9 +292,14 @@ class Updater:
             label=str(version),
             counted=count,
         )
-        default = DEFAULT_BUCKET_BYTES[group.device.type]
-        plan = plan_buckets(weights, self.options.bucket_bytes or default)
+        plan = self._plan(weights, group.device, packer)
+        watch.meter.plan(plan)
         return Procedure(self._fleet, group, packer, plan, rules, deadline, watch)
+
+    def _plan(self, weights: Sequence[Weight], device: torch.device, packer: Packer) -> Plan:
+        asked = self.options.bucket_bytes
+        size = asked or DEFAULT_BUCKET_BYTES[device.type]
+        return plan_buckets(weights, size, packer.packs, even=asked is None)
 
     def _wire(self) -> tuple[Group, Packer]:
         if self._group is None or self._packer is None:

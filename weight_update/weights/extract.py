@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightMismatchError
-from weight_update.weights.lora import Changes, adapter_model, merged_copy, merged_tensors
+from weight_update.weights.checkpoint import Checkpoint
+from weight_update.weights.lora import Changes, Entry, adapter_model, merged_copy, merged_tensors
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.specs import TensorSpec, Weight
 
@@ -43,10 +44,11 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 
 
 def extract_weights(source: Any, *, dtype: torch.dtype | None = None) -> tuple[Weight, ...]:
-    """The weights of a module, a mapping or a TensorDict, values read later.
+    """The weights of a module, a mapping, a TensorDict or a checkpoint, values read later.
 
     Args:
-        source: A module, a mapping of names to tensors, or a TensorDict (nested or flat).
+        source: A module, a mapping of names to tensors, a TensorDict (nested or flat), or a
+            checkpoint on disk.
         dtype: Floating tensors are cast to it when they are read; others keep theirs.
 
     Raises:
@@ -57,7 +59,7 @@ def extract_weights(source: Any, *, dtype: torch.dtype | None = None) -> tuple[W
         >>> [weight.spec.name for weight in extract_weights({"a": torch.zeros(1)})]
         ['a']
     """
-    weights = tuple(_with_dtype(weight, dtype) for weight in _weights_of(source))
+    weights = tuple(with_dtype(weight, dtype) for weight in _weights_of(source))
     if not weights:
         raise ConfigurationError(
             f"{type(source).__name__} has no weights to send",
@@ -121,6 +123,8 @@ def _weights_of(source: Any) -> Iterator[Weight]:
         return _from_module(unwrap(source))
     if isinstance(source, Mapping):
         return _from_mapping(source)
+    if isinstance(source, Checkpoint):
+        return iter(source.weights)
     raise ConfigurationError(
         f"weights of type {type(source).__name__} cannot be read",
         phase="plan",
@@ -146,10 +150,17 @@ def _from_mapping(tensors: Mapping[str, Any]) -> Iterator[Weight]:
 def _from_module(module: nn.Module) -> Iterator[Weight]:
     base = adapter_model(module)
     if base is not None:
-        entries = merged_tensors(base)
-    else:
-        state = merged_copy(module).state_dict(keep_vars=True)
-        entries = ((name, value, None, Changes()) for name, value in state.items())
+        return _from_entries(merged_tensors(base))
+    return from_state_dict(merged_copy(module).state_dict(keep_vars=True))
+
+
+def from_state_dict(state: Mapping[str, Any]) -> Iterator[Weight]:
+    """The weights of a plain module, from its ``state_dict(keep_vars=True)``."""
+    unchanged = Changes()
+    return _from_entries((name, value, None, unchanged) for name, value in state.items())
+
+
+def _from_entries(entries: Iterable[Entry]) -> Iterator[Weight]:
     seen: dict[object, tuple[str, Changes]] = {}
     for name, value, read, changes in entries:
         if not isinstance(value, torch.Tensor):
@@ -209,7 +220,8 @@ def _refuse_packed(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _with_dtype(weight: Weight, dtype: torch.dtype | None) -> Weight:
+def with_dtype(weight: Weight, dtype: torch.dtype | None) -> Weight:
+    """``weight``, cast when it is read if it is a floating tensor of another dtype."""
     spec = weight.spec
     if dtype is None or dtype == spec.dtype or not spec.dtype.is_floating_point:
         return weight

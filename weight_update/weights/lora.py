@@ -31,13 +31,18 @@ def adapter_model(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module's own tensors are what it computes with: no adapters of any kind."""
+    return adapter_model(module) is None and not _merges_itself(module)
+
+
 def merged_copy(module: nn.Module) -> nn.Module:
     """``module``, or a merged copy of one whose adapters are not PEFT's but can be merged.
 
     Only the foreign model knows how it merges, so here (and only here) the whole model is
     copied for the time of an update.
     """
-    if not callable(getattr(module, "merge_and_unload", None)):
+    if not _merges_itself(module):
         return module
     logging.getLogger("weight_update").warning(
         "%s merges adapters of its own: the whole model is copied for each update",
@@ -50,6 +55,10 @@ def merged_copy(module: nn.Module) -> nn.Module:
             f"{type(module).__name__}.merge_and_unload() returned no module", phase="plan"
         )
     return merged
+
+
+def _merges_itself(module: nn.Module) -> bool:
+    return callable(getattr(module, "merge_and_unload", None))
 
 
 def merged_tensors(base: nn.Module) -> Iterator[Entry]:

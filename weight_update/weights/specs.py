@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, dtype and full (unsharded) shape of one tensor.
+
+    Attributes:
+        nbytes: Bytes of the contiguous tensor.
 
     Example:
         >>> spec = TensorSpec("lm_head.weight", torch.bfloat16, (32, 4))
@@ -22,11 +25,10 @@ class TensorSpec:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    nbytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the contiguous tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", prod(self.shape) * self.dtype.itemsize)
 
     @property
     def dtype_name(self) -> str:
@@ -34,7 +36,7 @@ class TensorSpec:
         return str(self.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Weight:
     """A tensor that is announced now and read when its bucket is packed.
 
