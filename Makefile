@@ -2,6 +2,7 @@
 # make demo ENGINE=sglang    the same against a real SGLang server (see make engines)
 # make test          set up, then run the tests
 # make engines       install the real engines for the CPU, each in its own environment
+#                    (or some of them: make engines ENGINES="sglang-0.5.23 vllm-0.32.0")
 # make check         ruff, formatting, types
 #
 # PYTHON       the interpreter of the new environment
@@ -12,6 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 ENGINE ?= reference
+ENGINES ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -29,8 +31,9 @@ $(READY): pyproject.toml requirements/dev.txt
 	  --config-settings editable_mode=compat -e .
 	touch $@
 
+demo: ENGINES = sglang-0.5.23
 demo: $(READY) $(if $(filter sglang,$(ENGINE)),engines)
-	$(BIN)/python -m weight_update.demo --engine $(ENGINE)
+	$(BIN)/weight-update demo --engine $(ENGINE)
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -40,8 +43,8 @@ check: $(READY)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-engines: $(READY)
-	bash scripts/engines/install_sglang.sh
+engines:
+	bash scripts/engines/install.sh $(ENGINES)
 
 clean:
 	rm -rf $(VENV) .engines demo-report.json

@@ -10,9 +10,9 @@ import pytest
 
 
 def demo(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "weight_update.demo", *arguments]
+    command = [sys.executable, "-m", "weight_update.cli", "demo", *arguments]
     return subprocess.run(
-        command, cwd=directory, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=directory, capture_output=True, text=True, timeout=360, check=False
     )
 
 

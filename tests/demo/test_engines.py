@@ -17,8 +17,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def install(engines: Path) -> Path:
-    home = engines / "sglang-0.5.23"
+def install(engines: Path, release: str = "0.5.23") -> Path:
+    home = engines / f"sglang-{release}"
     home.mkdir(parents=True)
     (home / ".installed").touch()
     return home / "bin" / "python"
@@ -39,6 +39,11 @@ def test_installed_above_the_working_directory(repository: Path) -> None:
     (repository / "deep" / "er").mkdir(parents=True)
     found = find_installation(repository / "deep" / "er")
     assert (found.python, found.launcher) == (python, repository / LAUNCHER)
+
+
+def test_the_newest_of_several_releases(repository: Path) -> None:
+    pythons = [install(repository / ".engines", r) for r in ("0.5.15.post1", "0.5.23", "0.5.9")]
+    assert find_installation(repository).python == pythons[1]
 
 
 def test_installed_elsewhere(

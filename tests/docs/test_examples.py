@@ -23,7 +23,7 @@ def run(script: str, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=160,
+        timeout=360,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -64,6 +64,14 @@ def test_plain_pytorch_pushes_to_several_servers_that_run_already(tmp_path: Path
         printed = run("examples/plain_pytorch.py", *servers, "--model", model, *steps)
         for url in (left.url, right.url):
             assert f"{url} new (version 2)" in printed
+
+
+def test_a_checkpoint_is_pushed_from_the_command_line() -> None:
+    printed = run("examples/push_from_the_command_line.py")
+    before, after = re.findall(r"the server generates (\[.*\])", printed)
+    assert before != after
+    assert "an update would work, as far as that can be known" in printed
+    assert re.search(r"http://\S+ new \(version 1\)", printed)
 
 
 def test_the_reward_of_the_grpo_loop_rises() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -95,13 +96,18 @@ def find_installation(start: Path | None = None) -> Installation:
     if not roots:
         raise DemoError(f"no {LAUNCHER} here or above: run the demo inside the repository")
     engines = Path(os.environ.get(ENGINES_VARIABLE) or roots[0] / ".engines")
-    found = sorted(engines.glob("sglang-*/.installed"))
+    found = sorted(engines.glob("sglang-*/.installed"), key=_release)
     if not found:
         raise DemoError(
             f"SGLang is not installed in {engines}: run `make engines` first, "
             f"or let {ENGINES_VARIABLE} name the directory that holds it"
         )
     return Installation(found[-1].parent / "bin" / "python", roots[0] / LAUNCHER)
+
+
+def _release(stamp: Path) -> list[int]:
+    """The numbers of a release, by which 0.5.23 is newer than 0.5.9."""
+    return [int(number) for number in re.findall(r"\d+", stamp.parent.name)]
 
 
 class SGLangOnCPU:

@@ -1,0 +1,285 @@
+"""``weight-update push`` into live engines: what lands, what is said, how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weight_update.reference_engine import Fault, ReferenceEngine
+
+from . import kit
+from .kit import Checkpoints, run, served, servers, tokens_of
+
+B_BYTES = sum(p.nbytes for p in kit.llama(1).parameters())
+
+
+def test_a_sharded_checkpoint_lands_on_both_servers(
+    two: list[ReferenceEngine], checkpoints: Checkpoints
+) -> None:
+    ended = run("push", *servers(*two), checkpoints.b)
+
+    assert ended.code == 0, ended.err
+    assert [served(engine) for engine in two] == [tokens_of(1)] * 2
+    assert all(f"{engine.url} new (version" in ended.out for engine in two)
+
+
+def test_progress_goes_to_standard_error_in_plain_lines(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    ended = run("push", *servers(engine), checkpoints.b, "--bucket-bytes", 20_000)
+
+    lines = ended.err.splitlines()
+    assert {"plan", "pause", "continue"} <= set(lines)
+    assert any(line.startswith("transfer: ") and "buckets" in line for line in lines)
+    assert "\x1b" not in ended.err + ended.out
+    assert "transfer:" not in ended.out
+
+
+def test_json_is_the_report_and_standard_error_stays_empty(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    ended = run("push", *servers(engine), checkpoints.b, "--json", "--bucket-bytes", 20_000)
+
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.json["engines"][engine.url]["state"] == "new"
+    assert ended.json["bytes"] == B_BYTES
+    assert ended.json["tensors"] == 21
+    assert ended.json["buckets"] > 1
+    assert str(ended.json["version"]) == kit.label(engine)
+
+
+def test_every_push_moves_the_version_on_from_the_servers(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    first = run("push", *servers(engine), checkpoints.b, "--json").json["version"]
+    second = run("push", *servers(engine), checkpoints.a, "--json").json["version"]
+    assert second == first + 1
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_the_pause_mode_is_the_servers(
+    engine: ReferenceEngine, checkpoints: Checkpoints, mode: str
+) -> None:
+    log = len(engine.requests())
+    ended = run("push", *servers(engine), checkpoints.b, "--pause-mode", mode, "--json")
+    asked = [r for r in engine.requests()[log:] if r["method"] == "POST"]
+    bodies = [r["json"] for r in asked if r["path"] == kit.PAUSE]
+    assert (ended.json["pause_mode"], bodies) == (mode, [{"mode": mode}])
+
+
+def test_a_dtype_casts_on_the_way(engine: ReferenceEngine, checkpoints: Checkpoints) -> None:
+    ended = run("push", *servers(engine), checkpoints.b, "--dtype", "bfloat16", "--json")
+    assert ended.json["bytes"] == B_BYTES // 2
+
+
+# -- a dry run ----------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
+    two: list[ReferenceEngine], checkpoints: Checkpoints
+) -> None:
+    logs, labels = [kit.Log(engine) for engine in two], [kit.label(engine) for engine in two]
+
+    ended = run("push", *servers(*two), checkpoints.b, "--dry-run", "--json")
+
+    assert ended.code == 0, ended.out
+    assert ended.json["bytes"] == B_BYTES
+    assert (ended.json["tensors"], ended.json["buckets"]) == (21, 1)
+    assert ended.json["dtypes"] == {"float32": B_BYTES}
+    assert ended.json["doctor"]["ok"] is True
+    assert [kit.label(engine) for engine in two] == labels
+    assert [served(engine) for engine in two] == [tokens_of(0)] * 2
+    asked = {(method, path) for log in logs for method, path in log.asked() if path != "/generate"}
+    assert {method for method, _ in asked} == {"GET", "OPTIONS"}
+
+
+def test_a_dry_run_fails_where_a_push_would(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    ended = run("push", *servers(engine), checkpoints.wide, "--dry-run")
+    assert ended.code == 1
+    assert "another shape" in ended.out
+    assert "would send 21 tensors" in ended.out
+
+
+# -- refusals before anything is paused ---------------------------------------------------
+
+
+def unreadable(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("no safetensors")
+
+
+def pickled(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("make", [unreadable, pickled])
+def test_a_checkpoint_that_cannot_be_read_asks_the_server_nothing(
+    engine: ReferenceEngine, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path)
+    log = kit.Log(engine)
+
+    ended = run("push", *servers(engine), tmp_path)
+
+    assert ended.code == 1
+    assert str(tmp_path) in ended.err
+    assert log.asked() == []
+
+
+def test_float8_weights_are_not_cast_without_their_scales(
+    engine: ReferenceEngine, tmp_path: Path
+) -> None:
+    save_file({"a": torch.zeros(2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    ended = run("push", *servers(engine), tmp_path, "--dtype", "bfloat16")
+    assert ended.code == 1
+    assert "scales" in ended.err
+
+
+def test_a_checkpoint_of_another_shape_is_refused_before_the_pause(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    log = kit.Log(engine)
+
+    ended = run("push", *servers(engine), checkpoints.wide, "--json")
+
+    assert ended.code == 1
+    assert "another shape" in ended.json["error"]["message"]
+    assert ended.json["error"]["engine"] == engine.url
+    assert log.count(kit.PAUSE) == 0
+
+
+def test_a_checkpoint_with_other_names_is_refused_before_the_pause(
+    engine: ReferenceEngine, tmp_path: Path
+) -> None:
+    weights = {f"policy.{name}": value for name, value in kit.llama(1).state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    log = kit.Log(engine)
+
+    ended = run("push", *servers(engine), tmp_path)
+
+    assert ended.code == 1
+    assert "would ignore them: 'policy." in ended.err
+    assert "would stay old: " in ended.err
+    assert log.count(kit.PAUSE) == 0
+
+
+def test_a_dead_server_leaves_the_other_one_as_it_was(
+    two: list[ReferenceEngine], checkpoints: Checkpoints
+) -> None:
+    with kit.impostor({}) as gone:
+        pass
+    ended = run("push", "--server", gone, *servers(two[1]), checkpoints.b, "--timeout", 30)
+
+    assert ended.code == 1
+    assert gone in ended.err
+    assert "Traceback" not in ended.err
+    assert served(two[1]) == tokens_of(0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--server", "no-url", "DIR"],
+        ["--server", "http://127.0.0.1:1", "--server", "http://127.0.0.1:1", "DIR"],
+        ["DIR"],
+        ["--server", "http://127.0.0.1:1"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--pause-mode", "retarct"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--dtype", "int8"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--device", "warp"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--bucket-bytes", "0"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--ca-file", "nowhere.pem"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--master-port", "70000"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--timeout", "nan"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_a_matter_of_usage(arguments: list[str]) -> None:
+    ended = run("push", *arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "Error" in ended.err
+
+
+# -- failures -----------------------------------------------------------------------------
+
+
+def test_a_refused_update_is_told_in_the_engines_words_and_leaves_it_old(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    engine.inject(Fault(kit.UPDATE, "refuse", message="not today", times=1))
+
+    ended = run("push", *servers(engine), checkpoints.b, "--json", "--timeout", 60)
+
+    assert ended.code == 1
+    assert "not today" in ended.json["error"]["message"]
+    assert ended.json["error"]["phase"] == "transfer"
+    assert ended.json["engines"][engine.url]["state"] == "old"
+    assert "Traceback" not in ended.err
+    assert served(engine) == tokens_of(0)
+
+
+def test_a_server_left_mixed_has_an_exit_code_of_its_own_and_the_next_push_heals_it(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    engine.inject(Fault(kit.UPDATE, "refuse", after=1, times=1))
+    small = ("--bucket-bytes", 20_000, "--timeout", 60)
+
+    failed = run("push", *servers(engine), checkpoints.b, *small)
+    assert failed.code == 3
+    assert f"{engine.url} mixed" in failed.err
+    assert "paused" in failed.err
+    assert "push again" in failed.err
+
+    healed = run("push", *servers(engine), checkpoints.b, *small)
+    assert healed.code == 0, healed.err
+    assert served(engine) == tokens_of(1)
+
+
+def test_without_the_check_the_engine_itself_refuses_a_wrong_shape(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    ended = run("push", *servers(engine), checkpoints.wide, "--no-check", "--timeout", 60)
+    assert ended.code == 3
+    assert "partially updated" in ended.err
+
+
+# -- keys ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locked() -> Any:
+    with ReferenceEngine(kit.llama(0), api_key="open-sesame", admin_api_key="please") as engine:
+        yield engine
+
+
+RIGHT = {"WEIGHT_UPDATE_API_KEY": "open-sesame", "WEIGHT_UPDATE_ADMIN_API_KEY": "please"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"WEIGHT_UPDATE_API_KEY": "guessed-key"},
+        {**RIGHT, "WEIGHT_UPDATE_ADMIN_API_KEY": "guessed-key"},
+    ],
+    ids=["none", "a wrong one", "a wrong admin key"],
+)
+def test_a_key_that_is_not_the_servers_is_refused_and_not_told(
+    locked: ReferenceEngine, checkpoints: Checkpoints, keys: dict[str, str]
+) -> None:
+    ended = run("push", *servers(locked), checkpoints.b, "--timeout", 60, **keys)
+    assert ended.code == 1
+    assert "401" in ended.err
+    assert "guessed-key" not in ended.out + ended.err
+
+
+def test_keys_come_from_the_environment(locked: ReferenceEngine, checkpoints: Checkpoints) -> None:
+    ended = run("push", *servers(locked), checkpoints.b, "--json", **RIGHT)
+    assert ended.code == 0, ended.err
+    assert not any(key in ended.out + ended.err for key in RIGHT.values())
+    assert served(locked) == tokens_of(1)

@@ -1,0 +1,83 @@
+"""The receiving end of the bare broadcasts: a process that only takes what rank 0 sends.
+
+``python -m weight_update.bench.receiver JOB.json RANK`` is started by :mod:`.bare`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+QUIT, FLAT, EACH = range(3)
+
+
+@dataclass(frozen=True)
+class BareJob:
+    """What both ends of the bare broadcasts agree on.
+
+    Args:
+        address: Where rank 0 listens, as ``host:port``.
+        world_size: 1 + the number of receivers.
+        shapes: Shapes of the tensors, in order.
+        dtype: Name of their torch dtype.
+        devices: Device of each rank.
+    """
+
+    address: str
+    world_size: int
+    shapes: list[list[int]]
+    dtype: str
+    devices: list[str]
+
+    def join(self, rank: int) -> torch.device:
+        """Joins the group; returns the device of this rank."""
+        device = torch.device(self.devices[rank])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{self.address}",
+            rank=rank,
+            world_size=self.world_size,
+        )
+        return device
+
+    def empty_tensors(self, device: torch.device) -> list[torch.Tensor]:
+        """Tensors of the shapes, their memory touched: no page is first used in a timed run."""
+        dtype = getattr(torch, self.dtype)
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in self.shapes]
+
+    def save(self, path: Path) -> None:
+        """Writes the job for the receivers."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+def broadcast(tensors: list[torch.Tensor]) -> None:
+    """One blocking broadcast after the other, then a barrier: every receiver has everything."""
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0)
+    dist.barrier()
+
+
+def main(path: str, rank: int) -> None:
+    """Takes broadcasts until rank 0 says that it is over."""
+    job = BareJob(**json.loads(Path(path).read_text()))
+    device = job.join(rank)
+    tensors = job.empty_tensors(device)
+    flat = torch.zeros(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=device)
+    order = torch.zeros(1, dtype=torch.int64, device=device)
+    while True:
+        dist.broadcast(order, src=0)
+        if order.item() == QUIT:
+            break
+        broadcast([flat] if order.item() == FLAT else tensors)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""The command ``weight-update``: a file a command, nothing heavy imported before it is needed."""

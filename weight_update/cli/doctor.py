@@ -1,0 +1,182 @@
+"""``weight-update doctor``: says what it finds and whether an update would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weight_update.cli import options
+from weight_update.cli.output import Exit, console, give, usage
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weight_update.cli.doctor_checks import Diagnosis
+
+
+HELP = """\
+Say what is found on servers, and whether an update would work. Changes nothing.
+
+It reads release, layout, keys, pause, the address that the servers would be told, and with
+--checkpoint whether names, shapes and dtype fit. Only GET and OPTIONS requests are sent, of
+routes that read. What cannot be found out that way is called unknown, never fine: whether a
+server can connect to this host, for one, is proven by an update alone.
+
+\b
+Example:
+  weight-update doctor --server http://127.0.0.1:30000 --checkpoint ./checkpoint
+
+\b
+With --json:
+  {"ok": true, "servers": [{...}], "problems": [{"what": "", "where": "", "remedy": ""}]}
+
+\b
+Exit codes:
+  0    an update would work, as far as that can be known
+  1    problems were found; each is listed with its remedy
+  2    wrong arguments
+
+\b
+Environment:
+  WEIGHT_UPDATE_API_KEY          key of the servers' ordinary routes
+  WEIGHT_UPDATE_ADMIN_API_KEY    key of their control routes, where it differs
+  WEIGHT_UPDATE_MASTER_ADDRESS   stands in for --master-address
+Keys have no option: arguments are visible to everyone on the host (ps).
+"""
+
+
+CheckpointDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="DIR",
+        help="Compare this checkpoint's names, shapes and dtype with the server's. The server "
+        "reads its weights once for that and generates nothing meanwhile.",
+    ),
+]
+
+
+def doctor(
+    server: options.Server,
+    checkpoint: CheckpointDir = None,
+    as_json: options.Json = False,
+    pause_mode: options.Pause = None,
+    timeout: options.Timeout = 20.0,
+    master_address: options.MasterAddress = None,
+    master_port: options.MasterPort = None,
+    ca_file: options.CaFile = None,
+) -> None:
+    """Say what is found on servers, and whether an update would work. Changes nothing."""
+    diagnosis = examine(
+        server,
+        checkpoint,
+        pause_mode=pause_mode,
+        timeout=timeout,
+        address=(master_address, master_port),
+        ca_file=ca_file,
+    )
+    if as_json:
+        give(diagnosis.to_dict())
+    else:
+        show(diagnosis, console())
+    raise typer.Exit(Exit.OK if diagnosis.ok else Exit.FAILED)
+
+
+def examine(
+    server: list[str],
+    checkpoint: Path | None,
+    *,
+    pause_mode: options.PauseMode | None,
+    timeout: float,
+    address: tuple[str | None, int | None],
+    ca_file: Path | None,
+) -> Diagnosis:
+    """Gathers the facts and judges them; ends the command over a wrong argument."""
+    from weight_update.cli.doctor_checks import diagnose
+    from weight_update.cli.doctor_facts import ModelFacts, gather
+    from weight_update.errors import ConfigurationError
+    from weight_update.options import (
+        MASTER_ADDRESS_VARIABLE,
+        HttpOptions,
+        UpdateOptions,
+        parse_server_urls,
+        read_text,
+    )
+
+    try:
+        urls = parse_server_urls(server)
+        http = HttpOptions.read(
+            None,
+            None,
+            tls_verify=True,
+            ca_file=None if ca_file is None else str(ca_file),
+            use_proxies=False,
+        )
+        chosen = UpdateOptions(
+            pause_mode=None if pause_mode is None else pause_mode.value,
+            master_port=address[1],
+            timeout=timeout,
+        )
+    except ConfigurationError as error:
+        usage(str(error))
+    return diagnose(
+        gather(
+            urls,
+            http,
+            seconds=timeout,
+            pause_mode=chosen.effective_pause_mode(),
+            address=(address[0] or read_text(MASTER_ADDRESS_VARIABLE), address[1]),
+            model=None if checkpoint is None else ModelFacts.at(checkpoint),
+        )
+    )
+
+
+def show(diagnosis: Diagnosis, to: Console) -> None:
+    """Writes a diagnosis for people."""
+    from rich.text import Text
+
+    def line(text: str, style: str = "") -> None:
+        to.print(Text(text, style))
+
+    for server in diagnosis.servers:
+        line(server["url"], "bold")
+        for name, value in _rows(server):
+            line(f"  {name:<11} {value}")
+        for warning in server["warnings"]:
+            line(f"  warning     {warning['what']}", "yellow")
+            line(f"              -> {warning['remedy']}")
+        for what in server["unknown"]:
+            line(f"  unknown     {what}", "dim")
+    for problem in diagnosis.problems:
+        line(f"problem: {problem.where}: {problem.what}", "bold red")
+        line(f"  -> {problem.remedy}")
+    if diagnosis.ok:
+        line("an update would work, as far as that can be known", "bold green")
+    else:
+        count = len(diagnosis.problems)
+        line(f"an update would not work: {count} problem{'s' if count > 1 else ''}", "bold red")
+
+
+def _rows(server: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is known of a server, in lines."""
+    if server["ranks"] is None and server["keys"] is None:
+        return []
+    keys = ", ".join(f"{kind} {state}" for kind, state in (server["keys"] or {}).items())
+    running = server["running_requests"]
+    layout = ", ".join(f"{n} {server[n]}" for n in ("tp", "pp", "dp") if server[n] is not None)
+    rows = {
+        "release": f"SGLang {server['release'] or '(not said)'}",
+        "model": server["model"],
+        "layout": f"{layout} ({server['ranks']} rank(s) join), {server['dtype']}",
+        "device": server["device"],
+        "version": server["version"],
+        "pause modes": ", ".join(server["pause_modes"]),
+        "sessions": {True: "yes", False: "no"}.get(server["sessions"]),
+        "keys": keys,
+        "paused": {True: "yes", False: "no"}.get(server["paused"]),
+        "requests": None if running is None else f"{running} running",
+        "rendezvous": server["rendezvous"],
+    }
+    return [(name, str(value)) for name, value in rows.items() if value]

@@ -1,0 +1,189 @@
+"""A checkpoint against what servers say they have: pure functions over facts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weight_update.cli.doctor_facts import ModelFacts
+from weight_update.cli.findings import Finding
+from weight_update.engines.sglang_probe import ServerFacts
+from weight_update.weights.specs import TensorSpec
+
+# Architectures whose fused names were read in SGLang's source; of others, a name that does not
+# fit may be one that they fuse in a way not known here.
+_KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_SHAPING = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+# Start arguments under which a server's weights have other names inside.
+_RENAMING = ("quantization", "enable_lora", "speculative_algorithm")
+_FUSED = (
+    (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(?:gate|up)_proj\."), ".gate_up_proj."),
+)
+_SHOWN = 3
+
+
+def model_findings(model: ModelFacts | None) -> Iterator[Finding]:
+    """A checkpoint that cannot be read."""
+    if model is not None and model.error:
+        yield Finding("problem", model.error, model.path, model.remedy)
+
+
+def weight_findings(
+    server: ServerFacts,
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    served: ModelFacts | None,
+) -> Iterator[Finding]:
+    """Names, shapes and dtype of a checkpoint against what the server says it has."""
+    yield from name_findings(server, specs, config, served)
+    yield from shape_findings(server, specs, config, served)
+    yield from dtype_findings(server, specs)
+
+
+def name_findings(
+    server: ServerFacts,
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    served: ModelFacts | None,
+) -> Iterator[Finding]:
+    """Names that the server would ignore, and weights of its own that would stay old."""
+    tied = bool(config.get("tie_word_embeddings"))
+    if server.names is not None:
+        unknown, lacking = compare_names(specs, server.names, tied=tied)
+        if (unknown or lacking) and not _names_are_known(server):
+            yield Finding(
+                "unknown",
+                f"whether {len(unknown) + len(lacking)} name(s) fit, such as "
+                f"{_some([*unknown, *lacking])}: its own names for them are not known here",
+                server.url,
+            )
+            return
+    elif served is not None and served.specs is not None:
+        unknown, lacking = compare_names(specs, frozenset(served.specs), tied=tied)
+        lacking = [name for name in lacking if not _is_skipped(name, tied)]
+    else:
+        why = server.names_unknown or "it does not say"
+        yield Finding("unknown", f"which weights it has ({why})", server.url)
+        return
+    yield from _misnamed(server.url, unknown, lacking)
+
+
+def _names_are_known(server: ServerFacts) -> bool:
+    """Whether the names that it tells are those of the model, fused in a way known here."""
+    changed = any(server.info.get(name) for name in _RENAMING)
+    return not changed and bool(_KNOWN & set(server.model.get("architectures") or ()))
+
+
+def _misnamed(url: str, unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[Finding]:
+    remedy = "push a checkpoint of the model that the server serves, with its names"
+    if unknown:
+        what = "of the checkpoint are not the server's, which would ignore them"
+        yield Finding("problem", f"{len(unknown)} weight(s) {what}: {_some(unknown)}", url, remedy)
+    if lacking:
+        what = "of the server are not in the checkpoint, and would stay old"
+        yield Finding("problem", f"{len(lacking)} weight(s) {what}: {_some(lacking)}", url, remedy)
+
+
+def compare_names(
+    names: Sequence[str] | Mapping[str, Any], runtime: frozenset[str], *, tied: bool = False
+) -> tuple[list[str], list[str]]:
+    """Names that the server does not have, and its own that no name brings.
+
+    Args:
+        names: The checkpoint's.
+        runtime: The server's, fused as it fuses them.
+        tied: Whether the model ties its output layer to its embedding.
+
+    Example:
+        >>> compare_names(["a.q_proj.weight", "x"], frozenset({"a.qkv_proj.weight", "norm"}))
+        (['x'], ['norm'])
+    """
+    homes = {name: _home(name, runtime) for name in names}
+    unknown = [n for n, home in homes.items() if home not in runtime and not _is_skipped(n, tied)]
+    return sorted(unknown), sorted(runtime - set(homes.values()))
+
+
+def _home(name: str, runtime: frozenset[str]) -> str:
+    if name in runtime:
+        return name
+    for pattern, fused in _FUSED:
+        name = pattern.sub(fused, name)
+    return name
+
+
+def _is_skipped(name: str, tied: bool) -> bool:
+    """Loaders skip what they compute themselves, and a tied output layer."""
+    return "rotary_emb." in name or (tied and name.rpartition("lm_head.")[2] == "weight")
+
+
+def shape_findings(
+    server: ServerFacts,
+    specs: Mapping[str, TensorSpec],
+    config: Mapping[str, Any],
+    served: ModelFacts | None,
+) -> Iterator[Finding]:
+    """Shapes that differ; a server may take a wrong one without a word."""
+    theirs = served.specs if served is not None and served.specs is not None else {}
+    differing = [] if theirs or served is None else _differing(config, served.config)
+    if differing:
+        yield Finding(
+            "problem",
+            f"its model is configured otherwise: {'; '.join(differing[:_SHOWN])}",
+            server.url,
+            "push a checkpoint of the model that the server serves",
+        )
+    known = {name: spec.shape for name, spec in theirs.items()}
+    known |= {name: (length,) for name, length in server.lengths.items()}
+    wrong = [
+        f"{name!r} is {specs[name].shape} in the checkpoint and {shape} in the server"
+        for name, shape in known.items()
+        if name in specs and specs[name].shape != shape
+    ]
+    if wrong:
+        yield Finding(
+            "problem",
+            f"{len(wrong)} weight(s) have another shape: {'; '.join(wrong[:_SHOWN])}",
+            server.url,
+            "push a checkpoint of the model that the server serves",
+        )
+    elif not theirs and not differing:
+        seen = f" (only of {', '.join(server.lengths)})" if server.lengths else ""
+        yield Finding("unknown", f"the shapes of its weights{seen}", server.url)
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Settings that decide shapes and that two configurations have differently.
+
+    Example:
+        >>> _differing({"vocab_size": 320, "x": 1}, {"vocab_size": 256})
+        ['vocab_size is 320 in the checkpoint and 256 in the server']
+    """
+    return [
+        f"{name} is {ours[name]} in the checkpoint and {theirs[name]} in the server"
+        for name in _SHAPING
+        if name in ours and name in theirs and ours[name] != theirs[name]
+    ]
+
+
+def dtype_findings(server: ServerFacts, specs: Mapping[str, TensorSpec]) -> Iterator[Finding]:
+    """Dtypes that the server has to cast."""
+    theirs = server.info.get("dtype")
+    ours = sorted({s.dtype_name for s in specs.values() if s.dtype.is_floating_point})
+    if theirs in (None, "auto"):
+        yield Finding("unknown", f"its dtype; the checkpoint's is {', '.join(ours)}", server.url)
+    elif ours != [theirs]:
+        yield Finding(
+            "warning",
+            f"it serves {theirs} and the checkpoint is {', '.join(ours)}: it casts what it gets",
+            server.url,
+            f"push with --dtype {theirs} to send what it keeps",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")

@@ -1,0 +1,72 @@
+"""Options that several commands share; torch is not imported for them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class Dtype(StrEnum):
+    """What floating weights may be cast to."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+Server = Annotated[
+    list[str],
+    typer.Option(
+        "--server", metavar="URL", help="A server's root URL; repeat it for several servers."
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="JSON on standard output, and nothing else there.")
+]
+Timeout = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Time for the whole command."),
+]
+MasterAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--master-address",
+        metavar="ADDRESS",
+        help="Address of this host that the servers reach; by default the one that routes to them.",
+    ),
+]
+MasterPort = Annotated[
+    int | None,
+    typer.Option(
+        "--master-port", metavar="PORT", help="Port that they come to; by default a free one."
+    ),
+]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Certificate authority to check https:// servers against.",
+    ),
+]
+Pause = Annotated[
+    PauseMode | None,
+    typer.Option(
+        "--pause-mode",
+        help="What happens to requests in flight: recomputed (retract, the default), frozen "
+        "(in_place: they go on with their old KV cache), or ended early (abort).",
+    ),
+]

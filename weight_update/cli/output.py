@@ -1,0 +1,101 @@
+"""What commands write: results to standard output, all else to standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Exit(IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNCLEAN = 3
+    INTERRUPTED = 130
+
+
+def say(text: str) -> None:
+    """Writes a line for people."""
+    typer.echo(text, err=True)
+
+
+def give(value: Any) -> None:
+    """Writes a result as JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def usage(message: str) -> NoReturn:
+    """Ends the command over a wrong argument."""
+    say(f"Error: {message}")
+    raise typer.Exit(Exit.USAGE)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console; imported late, since most of a start is imports."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def result_on_stdout() -> Iterator[None]:
+    """Keeps what native libraries print (gloo does) off standard output.
+
+    They write to descriptor 1, which is standard error meanwhile; :func:`give` and
+    ``typer.echo`` write to the real one.
+    """
+    before = sys.stdout
+    if before is not sys.__stdout__ or before is None:
+        yield  # somebody holds what we write already
+        return
+    before.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(os.dup(real), "w", buffering=1, encoding=before.encoding)
+    try:
+        yield
+    finally:
+        sys.stdout.close()
+        sys.stdout = before
+        os.dup2(real, 1)
+        os.close(real)
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was told to end (SIGTERM); like Ctrl-C, it leaves a known state."""
+
+
+@contextmanager
+def one_interrupt() -> Iterator[None]:
+    """Lets Ctrl-C or SIGTERM interrupt once.
+
+    What follows puts the servers in a known state, within bounds; a second Ctrl-C would leave
+    it half done.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        print("\ninterrupted; the servers are put in a known state ...", file=sys.stderr)
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

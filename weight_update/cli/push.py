@@ -1,0 +1,315 @@
+"""``weight-update push``: hot-swaps a checkpoint on disk into live servers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from weight_update.cli import options
+from weight_update.cli.doctor import show
+from weight_update.cli.output import (
+    Exit,
+    Terminated,
+    console,
+    give,
+    one_interrupt,
+    result_on_stdout,
+    say,
+    usage,
+)
+from weight_update.cli.progress import shown
+
+if TYPE_CHECKING:
+    from weight_update import SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
+    from weight_update.cli.doctor_facts import Facts
+    from weight_update.report import EngineOutcome
+    from weight_update.weights.checkpoint import Checkpoint
+
+_CHECK_SECONDS = 20.0
+
+HELP = """\
+Hot-swap a checkpoint into live servers, which go on serving.
+
+All servers are paused, get the weights in one broadcast, and continue; requests in flight
+are kept. The checkpoint is read shard by shard: memory holds one shard and two buckets.
+
+\b
+Example:
+  weight-update push --server http://127.0.0.1:30000 ./checkpoint
+  weight-update push --server http://a:30000 --server http://b:30000 ./checkpoint --dry-run
+
+With --json, standard output is the report and nothing else; after a failure it has "error"
+too. Progress goes to standard error.
+
+\b
+Exit codes:
+  0    every server generates with the new weights
+  1    refused or failed; no server is left unclean
+  2    wrong arguments
+  3    failed, and a server is left mixed, paused or unreachable; the text says which.
+       Push again: a whole checkpoint heals and resumes it
+  130  interrupted (143: terminated); the text says what every server holds
+
+\b
+Environment:
+  WEIGHT_UPDATE_API_KEY          key of the servers' ordinary routes
+  WEIGHT_UPDATE_ADMIN_API_KEY    key of their control routes, where it differs
+  WEIGHT_UPDATE_MASTER_ADDRESS   stands in for --master-address
+  WEIGHT_UPDATE_BUCKET_BYTES     stands in for --bucket-bytes
+Keys have no option: arguments are visible to everyone on the host (ps).
+"""
+
+
+CheckpointDir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT_DIR", help="Folder with safetensors, as save_pretrained writes it."
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what would be sent and what doctor finds; send nothing."),
+]
+CastTo = Annotated[
+    options.Dtype | None,
+    typer.Option("--dtype", help="Cast floating weights on the way; by default as stored."),
+]
+BucketBytes = Annotated[
+    int | None,
+    typer.Option(
+        "--bucket-bytes",
+        metavar="BYTES",
+        min=1,
+        help="Weights of one request; two buckets are held in memory. By default 64 MiB, on CUDA "
+        "2 GiB.",
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", help="Where the bytes leave from: cpu (gloo), or cuda or cuda:N (NCCL)."
+    ),
+]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check/--no-check",
+        help="First compare names and shapes with what the servers say they have, and refuse what "
+        "does not fit: SGLang itself may take it without a word.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one command line asks for."""
+
+    directory: Path
+    scheme: SGLangWeightSyncScheme
+    check: bool
+    as_json: bool
+
+
+def push(
+    checkpoint: CheckpointDir,
+    server: options.Server,
+    dry_run: DryRun = False,
+    as_json: options.Json = False,
+    pause_mode: options.Pause = None,
+    dtype: CastTo = None,
+    timeout: options.Timeout = 300.0,
+    bucket_bytes: BucketBytes = None,
+    device: Device = "cpu",
+    check: Check = True,
+    master_address: options.MasterAddress = None,
+    master_port: options.MasterPort = None,
+    ca_file: options.CaFile = None,
+) -> None:
+    """Hot-swap a checkpoint into live servers, which go on serving."""
+    with result_on_stdout():
+        scheme = _scheme(
+            server,
+            master_address=master_address,
+            master_port=master_port,
+            device=device,
+            pause_mode=pause_mode,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            timeout=timeout,
+            ca_file=None if ca_file is None else str(ca_file),
+        )
+        job = Job(checkpoint, scheme, check, as_json)
+        _rehearse(job) if dry_run else _run(job)
+
+
+def _scheme(
+    server: list[str], *, dtype: options.Dtype | None, **arguments: Any
+) -> SGLangWeightSyncScheme:
+    import torch
+
+    from weight_update import ConfigurationError, SGLangWeightSyncScheme
+
+    try:
+        return SGLangWeightSyncScheme(
+            server, dtype=None if dtype is None else getattr(torch, dtype.value), **arguments
+        )
+    except ConfigurationError as error:
+        usage(str(error))
+
+
+def _run(job: Job) -> None:
+    from weight_update import WeightUpdateError
+
+    with one_interrupt(), job.scheme.create_sender() as sender:
+        try:
+            checkpoint = _opened(job)
+            if job.check:
+                _refuse_misfit(job, checkpoint)
+            with shown(quiet=job.as_json) as progress:
+                report = sender.update_weights(checkpoint, progress=progress)
+        except WeightUpdateError as error:
+            _failed(job, error, sender)
+        except KeyboardInterrupt as interrupt:
+            _interrupted(job, interrupt, sender)
+    if job.as_json:
+        give(report.to_dict())
+    else:
+        typer.echo(str(report))
+
+
+def _opened(job: Job) -> Checkpoint:
+    from weight_update import ConfigurationError
+    from weight_update.weights.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(job.directory)
+    if job.scheme.dtype is not None and any(s.dtype.itemsize == 1 for s in _floats(checkpoint)):
+        raise ConfigurationError(
+            f"{job.directory} holds float8 weights, which mean nothing without their scales: "
+            "they cannot be cast",
+            phase="plan",
+            remedy="leave --dtype out, or dequantise the model",
+        )
+    return checkpoint
+
+
+def _floats(checkpoint: Checkpoint) -> list[Any]:
+    return [spec for spec in checkpoint.specs if spec.dtype.is_floating_point]
+
+
+# -- before anything is sent --------------------------------------------------------------
+
+
+def _facts(job: Job, checkpoint: Checkpoint) -> Facts:
+    from weight_update.cli.doctor_facts import ModelFacts, gather
+    from weight_update.options import parse_server_urls
+
+    chosen = job.scheme.options
+    return gather(
+        parse_server_urls(job.scheme.server_url),
+        chosen.http,
+        seconds=min(chosen.timeout, _CHECK_SECONDS),
+        pause_mode=chosen.effective_pause_mode(),
+        address=(chosen.master_address, chosen.master_port),
+        model=ModelFacts.of(checkpoint),
+    )
+
+
+def _refuse_misfit(job: Job, checkpoint: Checkpoint) -> None:
+    """Raises if a server says that it has other weights; what is unknown refuses nothing."""
+    from weight_update import WeightMismatchError
+    from weight_update.cli.doctor_checks import misfits
+
+    found = misfits(_facts(job, checkpoint))
+    if found:
+        others = "".join(f"; {each.where}: {each.what}" for each in found[1:])
+        raise WeightMismatchError(
+            f"{found[0].what}{others}",
+            engine=found[0].where,
+            phase="plan",
+            remedy=f"{found[0].remedy}; --no-check pushes all the same",
+        )
+
+
+def _rehearse(job: Job) -> None:
+    from weight_update import WeightUpdateError
+    from weight_update.cli.doctor_checks import diagnose
+
+    try:
+        checkpoint = _opened(job)
+    except WeightUpdateError as error:
+        _failed(job, error, None)
+    plan = _plan(job, checkpoint)
+    diagnosis = diagnose(_facts(job, checkpoint))
+    if job.as_json:
+        give({**plan, "doctor": diagnosis.to_dict()})
+    else:
+        typer.echo(_plan_line(plan))
+        show(diagnosis, console())
+    raise typer.Exit(Exit.OK if diagnosis.ok else Exit.FAILED)
+
+
+def _plan(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What would be sent."""
+    plan = job.scheme.create_transport().plan(checkpoint)
+    dtypes: Counter[str] = Counter()
+    for bucket in plan.buckets:
+        for spec in bucket.specs:
+            dtypes[spec.dtype_name] += spec.nbytes
+    return {
+        "checkpoint": str(job.directory),
+        "tensors": plan.tensors,
+        "bytes": plan.nbytes,
+        "buckets": len(plan.buckets),
+        "dtypes": dict(dtypes),
+    }
+
+
+def _plan_line(plan: dict[str, Any]) -> str:
+    dtypes = ", ".join(f"{size / 1e6:.1f} MB of {name}" for name, size in plan["dtypes"].items())
+    return (
+        f"would send {plan['tensors']} tensors, {plan['bytes']} bytes in {plan['buckets']} "
+        f"bucket(s): {dtypes}"
+    )
+
+
+# -- endings ------------------------------------------------------------------------------
+
+
+def _failed(job: Job, error: WeightUpdateError, sender: SGLangWeightSender | None) -> NoReturn:
+    report = {} if error.report is None else error.report.to_dict()
+    if job.as_json:
+        what = {
+            "message": error.message,
+            "engine": error.engine,
+            "phase": error.phase,
+            "remedy": error.remedy,
+        }
+        give({**report, "error": what})
+    say(str(error).replace("update_weights() again", "push again"))
+    outcomes = [] if sender is None else list(sender.engines.values())
+    touched = error.phase not in ("configure", "plan", "connect")
+    raise typer.Exit(Exit.UNCLEAN if touched and _unclean(outcomes) else Exit.FAILED)
+
+
+def _unclean(outcomes: list[EngineOutcome]) -> bool:
+    return any(outcome.paused or outcome.state not in ("old", "new") for outcome in outcomes)
+
+
+def _interrupted(job: Job, interrupt: KeyboardInterrupt, sender: SGLangWeightSender) -> NoReturn:
+    outcomes = sender.engines
+    if job.as_json:
+        engines = {url: {"state": o.state, "paused": o.paused} for url, o in outcomes.items()}
+        give({"engines": engines, "error": {"message": "interrupted"}})
+    say("interrupted; what every server holds:")
+    for outcome in outcomes.values():
+        say(f"  {outcome}")
+    if _unclean(list(outcomes.values())):
+        say("  next: push again; a whole checkpoint heals and resumes them")
+    with suppress(Exception):
+        sender.shutdown()
+    raise typer.Exit(143 if isinstance(interrupt, Terminated) else Exit.INTERRUPTED)
