@@ -2,15 +2,19 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from .engine_server import is_installed
 from .models import TinyModels, save_tiny_models
-from .sglang_server import SGLangServer, is_installed
+from .sglang_server import RELEASE, SGLangServer, engine_of, save_models_for
+from .vllm_server import ENGINE as VLLM
+from .vllm_server import VLLMServer, save_vllm_model
 
 HERE = Path(__file__).parent
-MISSING = "SGLang is not installed here: run `bash scripts/engines/install_sglang.sh`"
+START_SECONDS = 600  # the first test of an engine has its start in its time
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,15 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(START_SECONDS))
 
 
-def _require_sglang() -> None:
+def require(engine: str) -> None:
     """Skip without an engine, unless this run has promised to have one."""
-    if is_installed():
+    if is_installed(engine):
         return
+    missing = f"{engine} is not installed here: run `bash scripts/engines/install.sh {engine}`"
     if os.environ.get("WEIGHT_UPDATE_REQUIRE_ENGINES") == "1":
-        pytest.fail(MISSING, pytrace=False)
-    pytest.skip(MISSING)
+        pytest.fail(missing, pytrace=False)
+    pytest.skip(missing)
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +51,7 @@ def sglang(
     tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangServer]:
     """One server, started on model A; tests that change its weights leave them changed."""
-    _require_sglang()
+    require(engine_of(RELEASE))
     log_path = tmp_path_factory.mktemp("sglang") / "server.log"
     with SGLangServer(tiny_models.a, log_path=log_path) as server:
         yield server
@@ -56,3 +62,39 @@ def sglang_at_a(sglang: SGLangServer, tiny_models: TinyModels) -> SGLangServer:
     """Put the session's server back on model A, whatever an earlier test loaded."""
     sglang.load(tiny_models.a)
     return sglang
+
+
+@dataclass(frozen=True)
+class Older:
+    """A server of an older SGLang release, and its checkpoints."""
+
+    server: SGLangServer
+    models: TinyModels
+
+
+@pytest.fixture(scope="module")
+def older(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Older]:
+    """One server of each release that the module names; one is stopped before the next starts."""
+    require(engine_of(request.param))
+    home = tmp_path_factory.mktemp(request.param)
+    models = save_models_for(request.param, home)
+    with SGLangServer(models.a, home / "server.log", release=request.param) as server:
+        yield Older(server, models)
+
+
+@pytest.fixture
+def older_at_a(older: Older) -> SGLangServer:
+    """Put the release's server back on model A, whatever an earlier test loaded."""
+    older.server.load(older.models.a)
+    return older.server
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """One vLLM server."""
+    require(VLLM)
+    home = tmp_path_factory.mktemp("vllm")
+    with VLLMServer(save_vllm_model(home / "model"), home / "server.log") as server:
+        yield server

@@ -1,17 +1,39 @@
-"""Tiny random Llama models, small enough for a CPU server and exact enough to compare."""
+"""Tiny random models, small enough for a CPU server and exact enough to compare."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+Family = Literal["llama", "qwen2"]
 
 VOCAB_SIZE = 256
 SEED_A = 1
 SEED_B = 2
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    # Wide enough that the greedy path differs between seeds and has few near-ties.
+    "initializer_range": 0.2,
+}
 
 
 @dataclass(frozen=True)
@@ -24,19 +46,7 @@ class TinyModels:
 
 def tiny_config() -> LlamaConfig:
     """Describe a two-layer Llama with grouped-query attention and untied embeddings."""
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        # Wide enough that the greedy path differs between seeds and has no near-ties.
-        initializer_range=0.2,
-    )
+    return LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=False)
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
@@ -44,6 +54,22 @@ def tiny_llama(seed: int) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(tiny_config())  # type: ignore[no-untyped-call]
+
+
+def tiny_qwen2(seed: int) -> Qwen2ForCausalLM:
+    """Build a Qwen2 in fp32, with tied embeddings and with biases that are not zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.normal_(parameter, std=SIZES["initializer_range"])
+        return model
+
+
+def tiny_model(family: Family, seed: int) -> Any:
+    """Build the model of a family in fp32 from a seed."""
+    return tiny_llama(seed) if family == "llama" else tiny_qwen2(seed)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -61,26 +87,38 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_model(directory: Path, seed: int) -> Path:
+def save_tiny_model(directory: Path, seed: int, family: Family = "llama") -> Path:
     """Write the model and its tokenizer as a checkpoint directory."""
-    tiny_llama(seed).save_pretrained(directory)
+    tiny_model(family, seed).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
 
 
-def save_tiny_models(root: Path) -> TinyModels:
+def save_tiny_models(root: Path, family: Family = "llama") -> TinyModels:
     """Write checkpoints A and B under one directory."""
     return TinyModels(
-        a=save_tiny_model(root / "model-a", SEED_A),
-        b=save_tiny_model(root / "model-b", SEED_B),
+        a=save_tiny_model(root / "model-a", SEED_A, family),
+        b=save_tiny_model(root / "model-b", SEED_B, family),
     )
 
 
 @torch.no_grad()
-def greedy(model: LlamaForCausalLM, input_ids: list[int], max_new_tokens: int) -> list[int]:
+def greedy(model: Any, input_ids: list[int], max_new_tokens: int) -> list[int]:
     """Continue a prompt greedily, end-of-sequence tokens being tokens like any other."""
     tokens = list(input_ids)
     for _ in range(max_new_tokens):
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
         tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(input_ids) :]
+
+
+@torch.no_grad()
+def shortfall(model: Any, input_ids: list[int], output: list[int]) -> float:
+    """Say how far below the best logit the model holds the worst of the given tokens.
+
+    0 means that every token is the model's own greedy choice, given those before it.
+    """
+    logits = model(input_ids=torch.tensor([input_ids + output]), use_cache=False).logits[0]
+    logits = logits[len(input_ids) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
+    return float((logits.amax(1) - chosen).max())

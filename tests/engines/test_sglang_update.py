@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme
 
 from .models import SEED_A, SEED_B, greedy, tiny_llama
 from .sglang_server import SGLangServer
+
+# A server starts in 20 s on a quiet machine, and in minutes on a busy one.
+pytestmark = pytest.mark.timeout(600)
 
 PROMPT = [3, 14, 15, 92, 65]
 
@@ -54,34 +54,6 @@ def test_every_wire_format_and_bucket_size_lands(
     assert (report.buckets > 1) is (bucket_bytes is not None)
 
 
-def test_a_long_request_under_retract_continues_on_the_new_weights(
-    sglang_at_a: SGLangServer, sender: SGLangWeightSender
-) -> None:
-    before, after = tiny_llama(SEED_A), tiny_llama(SEED_B)
-    sender.init_all_workers_group()
-    answers: list[dict[str, Any]] = []
-    request = {
-        "input_ids": PROMPT,
-        "sampling_params": {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True},
-    }
-    running = threading.Thread(
-        target=lambda: answers.append(sglang_at_a.post("generate", request, 120))
-    )
-    running.start()
-    time.sleep(0.5)
-
-    report = sender.update_weights(after)
-    running.join()
-
-    tokens, info = answers[0]["output_ids"], answers[0]["meta_info"]
-    old, new = info["weight_versions"]
-    assert len(tokens) == 600
-    assert new["version"] == str(report.version)
-    assert tokens[: old["end"]] == greedy(before, PROMPT, old["end"])
-    head = PROMPT + tokens[: new["start"]]
-    assert tokens[new["start"] :][:64] == greedy(after, head, 64)
-
-
 def test_the_label_moves_with_the_report_and_no_prefix_of_old_weights_is_served(
     sglang_at_a: SGLangServer, sender: SGLangWeightSender
 ) -> None:
@@ -93,13 +65,3 @@ def test_the_label_moves_with_the_report_and_no_prefix_of_old_weights_is_served(
     assert second.version == first.version + 1
     assert sglang_at_a.label() == str(second.version)
     assert sglang_at_a.generate(PROMPT, 24) == greedy(tiny_llama(SEED_A), PROMPT, 24)
-
-
-def test_bf16_weights_reach_an_fp32_server(
-    sglang_at_a: SGLangServer, sender: SGLangWeightSender
-) -> None:
-    after = tiny_llama(SEED_B).to(torch.bfloat16)
-
-    sender.update_weights(after)
-
-    assert sglang_at_a.generate(PROMPT, 24) == greedy(after.float(), PROMPT, 24)

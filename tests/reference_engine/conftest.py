@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,31 +146,36 @@ class Trainer:
         self.store = store
         assert reply.result().status == 200, reply.result().text
 
-    def announce(self, tensors: dict[str, torch.Tensor], **fields: Any) -> Reply:
+    def announce(
+        self, tensors: dict[str, torch.Tensor], *, timeout: float = 60.0, **fields: Any
+    ) -> Reply:
         """Only tell the engine what is to come."""
-        return post(
-            self.engine,
-            "/update_weights_from_distributed",
-            **{
-                "names": list(tensors),
-                "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-                "shapes": [list(t.shape) for t in tensors.values()],
-                "group_name": self.name,
-                "flush_cache": False,
-                **fields,
-            },
-        )
+        body = {
+            "names": list(tensors),
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            "shapes": [list(t.shape) for t in tensors.values()],
+            "group_name": self.name,
+            "flush_cache": False,
+            **fields,
+        }
+        path = "/update_weights_from_distributed"
+        return http_call(self.engine, "POST", path, body, timeout=timeout)
+
+    def broadcast(self, tensors: dict[str, torch.Tensor], *, flat: bool = False) -> None:
+        """Only send."""
+        wire = [t.detach().contiguous() for t in tensors.values()]
+        if flat:
+            wire = [torch.cat([t.reshape(-1).view(torch.uint8) for t in wire])]
+        for tensor in wire:
+            dist.broadcast(tensor, src=0, group=self.group)
 
     def send(self, tensors: dict[str, torch.Tensor], *, flat: bool = False, **fields: Any) -> Reply:
         """Tell the engine, and broadcast meanwhile."""
-        wire = [t.detach().contiguous() for t in tensors.values()]
         if flat:
             fields["load_format"] = "flattened_bucket"
-            wire = [torch.cat([t.reshape(-1).view(torch.uint8) for t in wire])]
         with background() as start:
             reply = start(self.announce, tensors, **fields)
-            for tensor in wire:
-                dist.broadcast(tensor, src=0, group=self.group)
+            self.broadcast(tensors, flat=flat)
         return reply.result()
 
     def update(self, model: LlamaForCausalLM, **fields: Any) -> Reply:
@@ -194,12 +200,29 @@ def background() -> Iterator[Callable[..., Future[Any]]]:
         yield pool.submit
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Poll until ``condition`` holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "condition never came true"
         time.sleep(0.01)
+
+
+def stays_open(call: Future[Any], seconds: float = 0.3) -> bool:
+    """Whether a call is still not answered after a while."""
+    try:
+        call.result(seconds)
+    except TimeoutError:
+        return True
+    return False
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, or could."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def running(engine: ReferenceEngine) -> int:
@@ -231,6 +254,8 @@ def kit() -> SimpleNamespace:
         Trainer=Trainer,
         background=background,
         wait_for=wait_for,
+        stays_open=stays_open,
+        alive=alive,
         running=running,
     )
 

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from itertools import product
+from typing import get_args
 
 import pytest
 
-from weight_update.reference_engine import Fault
+from weight_update.reference_engine import Fault, ReferenceEngine
+from weight_update.reference_engine.faults import KINDS_WHEN, Kind, When
 
 UPDATE = "/update_weights_from_distributed"
+PAIRS = list(product(get_args(Kind), get_args(When)))
 pytestmark = pytest.mark.usefixtures("clean")
+
+# What a sender sees of each kind: how its call fails, or the status and a part of the body.
+SEEN = {
+    "refuse": (400, "injected fault"),
+    "hang": TimeoutError,
+    "die": ConnectionError,
+    "stop": TimeoutError,
+    "slow": (200, '"success":true'),
+    "close": ConnectionError,
+    "non_json": (400, "<html>"),
+    "success_false": (200, '"success":false'),
+    "lie": (200, '"success":true'),
+}
 
 
 @pytest.fixture
@@ -111,8 +130,88 @@ def test_refuse_after_load_leaves_the_weights_mixed(
     assert rows == model_a.get_parameter(last)[:100].tolist()
 
 
+@pytest.fixture(scope="module")
+def harmed(model_a):
+    """An engine that the faults in this file may ruin."""
+    with ReferenceEngine(model_a, group_timeout=3.0) as engine:
+        yield engine
+
+
+def strike(engine, kit, tensors, fault, *, flat=False):
+    """Send one update into a fault; return what the sender sees."""
+    trainer = kit.Trainer(engine)
+    kit.post(engine, "/begin_weight_update")
+    engine.inject(fault)
+    silent = fault.kind in ("hang", "stop")
+    fields = {"timeout": 2 if silent else 60, "load_format": "flattened_bucket" if flat else None}
+    with kit.background() as start:
+        reply = start(trainer.announce, tensors, **fields)
+        if fault.when != "before_join" or fault.kind == "slow":
+            start(trainer.broadcast, tensors, flat=flat)
+        error = reply.exception(90)
+    if fault.kind == "stop":
+        os.kill(engine.pid, signal.SIGCONT)
+    return error or (reply.result().status, reply.result().text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"), [(kind, when) for kind, when in PAIRS if kind in KINDS_WHEN[when] & {*SEEN}]
+)
+def test_the_sender_sees_each_kind_of_fault_wherever_it_strikes(harmed, kit, tensors, kind, when):
+    seen = strike(harmed, kit, tensors, Fault(UPDATE, kind, when=when, seconds=0.1, times=1))
+    if isinstance(SEEN[kind], type):
+        assert isinstance(seen, SEEN[kind])
+        if kind != "close":
+            harmed.restart()
+    else:
+        status, part = SEEN[kind]
+        assert seen[0] == status
+        assert part in seen[1]
+    kit.post(harmed, "/end_weight_update")
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"), [(kind, when) for kind, when in PAIRS if kind not in KINDS_WHEN[when]]
+)
+def test_a_kind_that_cannot_strike_then_is_refused_where_it_is_written(kind, when):
+    with pytest.raises(ValueError, match="cannot strike"):
+        Fault(UPDATE, kind, when=when, tensors=1)
+
+
+def miscount(taken):
+    return Fault(UPDATE, "wrong_count", when="after_receive", tensors=taken, times=1)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["one by one", "bucket"])
+def test_an_engine_that_takes_more_waits_until_its_patience_ends(harmed, kit, tensors, flat):
+    status, text = strike(harmed, kit, tensors, miscount(len(tensors) + 1), flat=flat)
+    assert status == 400
+    assert "Failed to receive weights" in text
+    kit.post(harmed, "/end_weight_update")
+
+
+def test_an_engine_that_expects_a_smaller_bucket_dies_of_it(harmed, kit, tensors):
+    assert isinstance(strike(harmed, kit, tensors, miscount(3), flat=True), ConnectionError)
+    harmed.restart()
+
+
+def test_an_engine_that_takes_fewer_says_yes_and_leaves_the_trainer_waiting(harmed, kit, tensors):
+    trainer = kit.Trainer(harmed)
+    kit.post(harmed, "/begin_weight_update")
+    harmed.inject(miscount(3))
+    with kit.background() as start:
+        reply = start(trainer.announce, tensors)
+        sent = start(trainer.broadcast, tensors)
+        assert reply.result(60).status == 200
+        assert kit.stays_open(sent)
+        harmed.restart()  # the trainer's broadcast ends with the connection
+        assert isinstance(sent.exception(60), RuntimeError)
+
+
 def test_a_fault_that_makes_no_sense_is_refused_where_it_is_written():
     with pytest.raises(ValueError, match="unknown kind"):
         Fault("/ping", "explode")
-    with pytest.raises(ValueError, match="cannot strike"):
-        Fault("/ping", "non_json", when="after_load")
+    with pytest.raises(ValueError, match="needs tensors"):
+        Fault(UPDATE, "wrong_count", when="after_receive")
+    with pytest.raises(ValueError, match="only rank 0 answers"):
+        Fault("/ping", "refuse", rank=1)

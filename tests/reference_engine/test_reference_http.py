@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import pytest
 
 from weight_update.reference_engine import ReferenceEngine
+from weight_update.reference_engine.bodies import fits
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,32 @@ def test_the_log_has_body_status_and_times_but_no_header(engine, kit):
     assert record["json"] == {"rid": "nobody"}
     assert record["t0"] <= record["t1"]
     assert "secret-token" not in str(engine.requests())
+
+
+def test_the_log_tells_the_lists_of_a_large_body_by_their_length(engine, kit):
+    many = ["model.norm.weight"] * 5000
+    kit.post(engine, "/update_weights_from_distributed", names=many, dtypes=[], shapes=[])
+    body = engine.requests()[-1]["json"]
+    assert body == {"names": 5000, "dtypes": 0, "shapes": 0}
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "fitting"),
+    [
+        (1, int, True),
+        (True, int, False),
+        (1, float, True),
+        (1.5, int, False),
+        ([[1, 2], []], list[list[int]], True),
+        ([[1, "2"]], list[list[int]], False),
+        ([[1], 2], list[list[int]], False),
+        (None, str | None, True),
+        ("x", Literal["y"], False),
+        ({"a": 1}, dict[str, Any] | list[dict[str, Any]], True),
+    ],
+)
+def test_a_field_takes_values_of_its_type_only(value, hint, fitting):
+    assert fits(value, hint) is fitting
 
 
 def test_control_routes_need_the_admin_key_and_refuse_the_other(guarded, kit):
@@ -134,7 +163,7 @@ def test_0_5_15_dies_of_a_refused_flush_inside_an_update(old_engine, kit, model_
         with pytest.raises((ConnectionError, OSError)):
             trainer.send(tensors, flush_cache=True)
         assert isinstance(request.exception(), OSError)
-    assert old_engine.process.wait(5) == 1
+    assert old_engine.process.wait(30) == 1
     old_engine.restart()
 
 
@@ -148,7 +177,7 @@ def test_0_5_15_dies_of_an_unknown_group(old_engine, kit):
             shapes=[],
             group_name="nobody",
         )
-    assert old_engine.process.wait(5) == 1
+    assert old_engine.process.wait(30) == 1
     old_engine.restart()
 
 

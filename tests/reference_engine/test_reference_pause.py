@@ -44,7 +44,7 @@ def test_abort_ends_the_running_request_and_takes_about_a_second(engine, kit):
         kit.wait_for(lambda: kit.running(engine) == 1)
         began = time.monotonic()
         pause(engine, kit, "abort")
-        assert 0.9 < time.monotonic() - began < 3
+        assert time.monotonic() - began > 0.9
         assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
     kit.wait_for(lambda: kit.running(engine) == 0)
 
@@ -54,8 +54,7 @@ def test_a_new_request_is_held_until_continue(engine, kit, mode):
     pause(engine, kit, mode)
     with kit.background() as start:
         held = start(engine.generate, kit.PROMPT)
-        time.sleep(0.2)
-        assert not held.done()
+        assert kit.stays_open(held)
         assert kit.running(engine) == 0
         resume(engine, kit)
         assert len(held.result()["output_ids"]) == 16
@@ -65,7 +64,7 @@ def test_a_held_request_survives_abort_all(engine, kit):
     pause(engine, kit, "abort")
     with kit.background() as start:
         held = start(engine.generate, kit.PROMPT)
-        time.sleep(0.1)
+        kit.wait_for(lambda: engine.requests()[-1]["path"] == "/generate")
         kit.post(engine, "/abort_request", abort_all=True)
         resume(engine, kit)
         assert held.result()["meta_info"]["finish_reason"]["type"] == "length"
@@ -74,9 +73,8 @@ def test_a_held_request_survives_abort_all(engine, kit):
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_the_running_count_is_frozen_while_paused(engine, kit, mode):
     with paused_request(engine, kit, mode) as request:
-        time.sleep(0.1)
+        assert kit.stays_open(request)
         assert kit.running(engine) == 1
-        assert not request.done()
 
 
 def test_a_retracted_request_finishes_on_the_new_weights(engine, trainer, kit, model_a, model_b):
@@ -168,17 +166,20 @@ def test_naming_the_version_aborts_requests_unless_told_not_to(engine, kit):
         request = start(engine.generate, kit.PROMPT, max_new_tokens=3000)
         kit.wait_for(lambda: kit.running(engine) == 1)
         label(engine, kit, "kept")
-        assert not request.done()
+        assert kit.stays_open(request)
         kit.post(engine, "/update_weight_version", new_version="aborted")
         assert request.result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_without_a_pause_an_update_waits_for_running_requests(engine, kit):
     with kit.background() as start:
-        request = start(engine.generate, kit.PROMPT, max_new_tokens=200)
+        request = start(engine.generate, kit.PROMPT, max_new_tokens=3000, rid="long")
         kit.wait_for(lambda: kit.running(engine) == 1)
-        assert kit.post(engine, "/begin_weight_update").status == 200
-        assert request.done()
+        begin = start(kit.post, engine, "/begin_weight_update")
+        assert kit.stays_open(begin)
+        kit.post(engine, "/abort_request", rid="long")
+        assert request.result(30)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert begin.result(30).status == 200
 
 
 def test_under_a_pause_continue_waits_for_the_update(engine, trainer, kit, model_b):
@@ -189,8 +190,7 @@ def test_under_a_pause_continue_waits_for_the_update(engine, trainer, kit, model
         update = start(trainer.announce, {name: model_b.get_parameter(name)})
         kit.wait_for(lambda: engine.requests()[-1]["path"].endswith("_distributed"))
         continued = start(resume, engine, kit)
-        time.sleep(0.2)
-        assert not continued.done()
+        assert kit.stays_open(continued)
         # The broadcast that the update waits for.
         dist.broadcast(model_b.get_parameter(name).detach(), src=0, group=trainer.group)
         assert update.result().status == 200

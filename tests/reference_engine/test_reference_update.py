@@ -109,6 +109,19 @@ def test_another_dtype_on_the_wire_is_cast(engine, trainer, kit, session, model_
     assert kit.post(engine, "/get_weights_by_name", name=name).json == half.float().tolist()
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["one by one", "bucket"])
+def test_tensors_of_several_dtypes_may_come_together(engine, trainer, kit, session, model_b, flat):
+    names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
+    dtypes = [torch.float64, torch.bfloat16, torch.float32]
+    pairs = zip(names, dtypes, strict=True)
+    tensors = {name: model_b.get_parameter(name).to(dtype) for name, dtype in pairs}
+    order = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    assert trainer.send(order if flat else tensors, flat=flat).status == 200
+    for name, tensor in tensors.items():
+        rows = kit.post(engine, "/get_weights_by_name", name=name).json
+        assert rows == tensor[:100].float().tolist()
+
+
 def test_lists_of_unequal_length_are_cut_to_the_shortest(trainer, session, model_b):
     name = "model.norm.weight"
     reply = trainer.send({name: model_b.get_parameter(name)}, names=[name, "lm_head.weight"])
@@ -188,7 +201,7 @@ def test_generation_waits_while_the_scheduler_sits_in_a_broadcast(
         kit.wait_for(lambda: engine.requests()[-1]["path"].endswith("_distributed"))
         held = start(engine.generate, kit.PROMPT)
         assert kit.get(engine, "/model_info").status == 200
-        assert not held.done()
+        assert kit.stays_open(held)
         dist.broadcast(tensor, src=0, group=trainer.group)
         assert update.result().status == 200
         assert len(held.result()["output_ids"]) == 16

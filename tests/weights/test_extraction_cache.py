@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from weight_update.errors import WeightMismatchError
+from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.weights.extract import extract_weights
 from weight_update.weights.extraction_cache import ExtractionCache
 from weight_update.weights.specs import Weight
@@ -176,3 +176,8 @@ def test_a_tensor_that_was_replaced_after_planning_is_an_error():
     gc.collect()
     with pytest.raises(WeightMismatchError, match="replaced while an update ran"):
         weight.read()
+
+
+def test_a_model_without_weights_is_refused():
+    with pytest.raises(ConfigurationError, match="no weights to send"):
+        ExtractionCache().extract(nn.Identity())

@@ -18,7 +18,7 @@ from typing import Any
 
 from weight_update.reference_engine.faults import Fault, FaultBoard
 from weight_update.reference_engine.launcher import ADMIN_KEY_VARIABLE, KEY_VARIABLE, MISSING_EXTRA
-from weight_update.reference_engine.releases import RELEASES, release_named
+from weight_update.reference_engine.releases import Release, release_named
 
 _DESCRIPTION = """\
 Serve a small Llama or Qwen2 model behind SGLang's weight-update protocol.
@@ -63,9 +63,17 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="DIR", help="directory that save_pretrained wrote")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=0, help="port to listen on; 0 picks a free one")
-    add("--release", default="0.5.23", choices=list(RELEASES), help="SGLang release to stand for")
+    add("--release", type=_release, default="0.5.23", help="SGLang release to stand for")
     add("--dtype", default="float32", help="torch dtype of the weights (default: %(default)s)")
     add("--device", default="cpu", help="cpu or cuda:N (default: %(default)s)")
+    add(
+        "--tp",
+        type=int,
+        default=1,
+        choices=range(1, 9),
+        metavar="N",
+        help="tensor parallel ranks, each a process (default: %(default)s)",
+    )
     key, admin = (os.environ.get(name) or None for name in (KEY_VARIABLE, ADMIN_KEY_VARIABLE))
     add("--api-key", default=key, help=f"bearer token of all routes (or {KEY_VARIABLE})")
     add("--admin-api-key", default=admin, help=f"of control routes (or {ADMIN_KEY_VARIABLE})")
@@ -88,6 +96,15 @@ def _add_tuning(add: Callable[..., Any]) -> None:
     add("--request-log", type=Path, help="file that gets one JSON line an event")
     add("--ready-fd", type=int, help=argparse.SUPPRESS)
     add("--parent-pid", type=int, help=argparse.SUPPRESS)
+    add("--tp-rank", type=int, default=0, help=argparse.SUPPRESS)
+    add("--tp-port", type=int, help=argparse.SUPPRESS)
+
+
+def _release(name: str) -> Release:
+    try:
+        return release_named(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _fault(text: str) -> Fault:
@@ -105,16 +122,13 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(name)s: %(message)s")
     if arguments.parent_pid is not None:
         threading.Thread(target=_follow, args=(arguments.parent_pid,), daemon=True).start()
+    if arguments.tp_rank:
+        _scheduler(arguments).run()
     try:
         listener = _bind(arguments.host, arguments.port)
     except OSError as error:
         sys.exit(f"cannot listen on {arguments.host}, port {arguments.port}: {error}")
-    try:
-        application = _application(arguments, listener.getsockname()[1])
-    except ImportError as error:
-        sys.exit(f"{error}. {MISSING_EXTRA}")
-    except (AttributeError, AssertionError, RuntimeError, ValueError) as error:
-        sys.exit(f"the model could not be loaded as told (--model, --dtype, --device): {error}")
+    application = _application(arguments, listener.getsockname()[1])
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(application, listener, arguments.ready_fd))
     # The scheduler may sit in a broadcast that never ends; nothing here is worth waiting for.
@@ -141,39 +155,70 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _application(arguments: argparse.Namespace, port: int) -> Any:
     """Load the model, start the scheduler and return the ASGI application."""
-    import torch
-
+    scheduler = _scheduler(arguments)
     from weight_update.reference_engine.edge import Keys, RequestLog
-    from weight_update.reference_engine.generation import Generator, PrefixCache
-    from weight_update.reference_engine.scheduler import Scheduler
     from weight_update.reference_engine.server import Server
-    from weight_update.reference_engine.weights import load_model
 
-    torch.set_num_threads(arguments.threads)
-    release = release_named(arguments.release)
-    model = load_model(arguments.model, arguments.dtype, torch.device(arguments.device))
-    scheduler = Scheduler(
-        Generator(model, PrefixCache(arguments.prefix_cache_entries)),
-        release,
-        group_timeout=arguments.group_timeout,
-        max_running=arguments.max_running_requests,
-    )
-    info = _info(arguments, port, model)
+    info = _info(arguments, port, scheduler.model_config)
     server = Server(scheduler, info, FaultBoard(arguments.fault), RequestLog(arguments.request_log))
     scheduler.start()
     return server.application(Keys(arguments.api_key, arguments.admin_api_key))
 
 
-def _info(arguments: argparse.Namespace, port: int, model: Any) -> Any:
+def _scheduler(arguments: argparse.Namespace) -> Any:
+    """Return this rank's scheduler; ends the process if its model cannot be loaded."""
+    try:
+        return _new_scheduler(arguments)
+    except ImportError as error:
+        sys.exit(f"{error}. {MISSING_EXTRA}")
+    except (AttributeError, AssertionError, RuntimeError, ValueError) as error:
+        sys.exit(
+            f"the model could not be loaded as told (--model, --dtype, --device, --tp): {error}"
+        )
+
+
+def _new_scheduler(arguments: argparse.Namespace) -> Any:
+    import torch
+
+    from weight_update.reference_engine.generation import Generator, PrefixCache
+    from weight_update.reference_engine.ranks import Ranks, find_leader, start_others
+    from weight_update.reference_engine.scheduler import Scheduler
+    from weight_update.reference_engine.shards import Shard
+    from weight_update.reference_engine.weights import load_model
+
+    torch.set_num_threads(arguments.threads)
+    rank, size, store = arguments.tp_rank, arguments.tp, None
+    if size > 1:  # the others load their shards meanwhile
+        store = find_leader(size, arguments.tp_port) if rank else start_others(size, sys.argv[1:])
+    device = torch.device(arguments.device)
+    if device.type != "cpu":
+        device = torch.device(device.type, (device.index or 0) + rank)
+    loaded = load_model(Path(arguments.model), arguments.dtype, device, Shard(rank, size))
+    return Scheduler(
+        loaded,
+        Generator(loaded.model, PrefixCache(arguments.prefix_cache_entries)),
+        arguments.release,
+        Ranks(rank, size, store),
+        group_timeout=arguments.group_timeout,
+        max_running=arguments.max_running_requests,
+    )
+
+
+def _info(arguments: argparse.Namespace, port: int, config: Any) -> Any:
     from weight_update.reference_engine.sampling import Limits
     from weight_update.reference_engine.server import ServerInfo, start_arguments
 
-    config, release = model.config, release_named(arguments.release)
+    release = arguments.release
     eos = getattr(config, "eos_token_id", None)
     stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
     shown = ("host", "dtype", "device", "api_key", "admin_api_key", "max_running_requests")
     options = {name: getattr(arguments, name) for name in shown}
-    options |= {"model_path": arguments.model, "served_model_name": arguments.model, "port": port}
+    options |= {
+        "tp_size": arguments.tp,
+        "model_path": arguments.model,
+        "served_model_name": arguments.model,
+        "port": port,
+    }
     return ServerInfo(
         release=release,
         arguments=start_arguments(options, release),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import chain
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -93,6 +94,10 @@ class FlushCache:
 
     timeout: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.timeout < 0:
+            raise BodyError("1 validation errors: query.timeout: Input should be 0 or more")
+
 
 @dataclass(frozen=True)
 class GetWeightsByName:
@@ -100,6 +105,13 @@ class GetWeightsByName:
 
     name: str
     truncate_size: int = 100
+
+
+@dataclass(frozen=True)
+class AskedCheckWeights:
+    """``/weights_checker`` of older releases, which must be told what to do."""
+
+    action: str
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,14 @@ class BodyError(ValueError):
         }
 
 
+class RequestError(BodyError):
+    """A request to generate whose fields are of the right kind and make no sense."""
+
+    def envelope(self) -> dict[str, Any]:
+        """Return the answer's JSON; the real server's differs from that of a bad body."""
+        return {"error": {"message": str(self)}}
+
+
 def parse(kind: type[_T], data: object) -> _T:
     """Build a body from JSON data; unknown fields are ignored.
 
@@ -164,18 +184,22 @@ def _problem(data: Mapping[str, Any], entry: Field[Any], hint: Any) -> str:
 
 def fits(value: object, hint: Any) -> bool:
     """Return whether JSON ``value`` is of the annotated type."""
+    return _all_fit([value], hint)
+
+
+def _all_fit(values: Sequence[Any], hint: Any) -> bool:
+    """Judge many values at once: an update may announce tens of thousands of tensors."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin is Literal:
-        return value in inner
+        return all(value in inner for value in values)
     if origin in (Union, UnionType):
-        return any(fits(value, choice) for choice in inner)
+        return all(any(fits(value, choice) for choice in inner) for value in values)
+    kinds = set(map(type, values))
     if origin is list:
-        return isinstance(value, list) and all(fits(item, inner[0]) for item in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else origin or hint)
+        return kinds <= {list} and _all_fit(list(chain.from_iterable(values)), inner[0])
+    return kinds <= ({int, float} if hint is float else {origin or hint})
 
 
 def _words(hint: Any) -> str:
@@ -187,7 +211,7 @@ def _words(hint: Any) -> str:
 def schema(kind: type[Any], missing: frozenset[str]) -> dict[str, Any]:
     """Return the JSON schema of a body without the ``missing`` fields, as far as probes read it."""
     hints = get_type_hints(kind)
-    known = [entry for entry in fields(kind) if entry.name not in missing]
+    known = [entry for entry in fields(kind) if f"{kind.__name__}.{entry.name}" not in missing]
     required = [entry.name for entry in known if _problem({}, entry, Any)]
     properties = {entry.name: {"title": _words(hints[entry.name])} for entry in known}
     return {"type": "object", "properties": properties, "required": required}

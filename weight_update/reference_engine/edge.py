@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weight_update.reference_engine.faults import ACTIVE, Fault, FaultBoard, die, freeze
 
+_LOGGED_BYTES = 64 * 1024
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 
 
@@ -60,7 +61,7 @@ class RequestLog:
             "id": len(self.records),
             "method": method,
             "path": path,
-            "json": _json_or_none(body),
+            "json": _summary(body),
             "status": None,
             "t0": time.time(),
             "t1": None,
@@ -71,21 +72,26 @@ class RequestLog:
 
     def end(self, record: dict[str, Any], status: int | None) -> None:
         """Note that it was answered, or that its connection was dropped (status None)."""
-        record.update(status=status, t1=time.time())
-        self._write(record)
+        change = {"status": status, "t1": time.time()}
+        record.update(change)
+        self._write({"id": record["id"]} | change)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        """Append the record's present state; a reader keeps the last one of each id."""
+    def _write(self, change: dict[str, Any]) -> None:
+        """Append what changed of a record; a reader puts the changes of each id together."""
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(change) + "\n")
 
 
-def _json_or_none(body: bytes) -> Any:
+def _summary(body: bytes) -> Any:
+    """Return the JSON in ``body``, if any; of a large one, lists are told by their length."""
     try:
-        return json.loads(body)
+        data = json.loads(body)
     except ValueError:
         return None
+    if len(body) <= _LOGGED_BYTES or not isinstance(data, dict):
+        return data
+    return {key: len(item) if isinstance(item, list) else item for key, item in data.items()}
 
 
 class Edge:
@@ -167,12 +173,12 @@ def _keeper(kept: list[Message]) -> Send:
 
 
 async def _read(receive: Receive) -> bytes:
-    body, more = b"", True
+    parts, more = [], True
     while more:
         message = await receive()
-        body += message.get("body", b"")
+        parts.append(message.get("body", b""))
         more = message.get("more_body", False)
-    return body
+    return b"".join(parts)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -11,11 +11,30 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-Kind = Literal["refuse", "hang", "die", "stop", "slow", "close", "non_json", "success_false", "lie"]
+Kind = Literal[
+    "refuse",
+    "hang",
+    "die",
+    "stop",
+    "slow",
+    "close",
+    "non_json",
+    "success_false",
+    "lie",
+    "wrong_count",
+]
 When = Literal["before_join", "after_receive", "after_load", "before_answer"]
 
-#: Kinds that make sense inside the scheduler, in the middle of an update.
-SCHEDULER_KINDS = frozenset({"refuse", "hang", "die", "stop", "slow"})
+_AT_THE_EDGE = frozenset(get_args(Kind)) - {"wrong_count"}
+_IN_THE_SCHEDULER = frozenset({"refuse", "hang", "die", "stop", "slow"})
+
+#: The kinds that can strike at each moment.
+KINDS_WHEN: dict[When, frozenset[str]] = {
+    "before_join": _AT_THE_EDGE,
+    "after_receive": _IN_THE_SCHEDULER | {"wrong_count"},
+    "after_load": _IN_THE_SCHEDULER,
+    "before_answer": _AT_THE_EDGE,
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +47,8 @@ class Fault:
             ends the process at once; ``stop`` freezes it (SIGSTOP); ``slow`` waits
             ``seconds`` and goes on; ``close`` drops the connection; ``non_json`` answers a
             page of HTML with ``status``; ``success_false`` answers 200 with
-            ``success: false``; ``lie`` answers 200 and success.
+            ``success: false``; ``lie`` answers 200 and success; ``wrong_count`` takes
+            ``tensors`` tensors instead of those that were announced.
         when: ``before_join`` strikes before the route is entered (nothing is received);
             ``before_answer`` strikes after the route did its work; ``after_receive`` and
             ``after_load`` strike inside an update, in the scheduler, which is blocked or
@@ -40,6 +60,8 @@ class Fault:
         tensors: For ``after_receive`` and ``after_load``: strike once this many tensors of
             the call have been taken; None strikes after the last.
         seconds: How long ``slow`` waits.
+        rank: For ``after_receive`` and ``after_load``: the tensor parallel rank that misbehaves;
+            None for all. Only rank 0 answers, so what another one refuses shows in the output.
 
     Example:
         >>> Fault("/update_weights_from_distributed", "die", when="after_receive", tensors=2).kind
@@ -55,12 +77,17 @@ class Fault:
     times: int | None = None
     tensors: int | None = None
     seconds: float = 1.0
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.kind, get_args(Kind), "kind")
         _require(self.when, get_args(When), "when")
-        if self.inside_update and self.kind not in SCHEDULER_KINDS:
+        if self.kind not in KINDS_WHEN[self.when]:
             raise ValueError(f"{self.kind!r} cannot strike {self.when!r}")
+        if self.kind == "wrong_count" and self.tensors is None:
+            raise ValueError("'wrong_count' needs tensors: how many are taken")
+        if self.rank is not None and not self.inside_update:
+            raise ValueError(f"only rank 0 answers: rank {self.rank} cannot strike {self.when!r}")
 
     @property
     def inside_update(self) -> bool:
@@ -138,8 +165,14 @@ def strike(faults: Sequence[Fault], when: When, taken: int, total: int) -> None:
     """Commit those of ``faults`` that are due once ``taken`` of ``total`` tensors are done."""
     for fault in faults:
         due = total if fault.tensors is None else fault.tensors
-        if fault.when == when and due == taken:
+        if fault.when == when and due == taken and fault.kind in _SCHEDULER_EFFECTS:
             _SCHEDULER_EFFECTS[fault.kind](fault)
+
+
+def count_taken(faults: Sequence[Fault], announced: int) -> int:
+    """Return how many tensors an update takes of those that were ``announced``."""
+    wrong = [fault.tensors for fault in faults if fault.kind == "wrong_count"]
+    return next((count for count in wrong if count is not None), announced)
 
 
 def _raise(fault: Fault) -> None:

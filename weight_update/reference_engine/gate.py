@@ -53,8 +53,9 @@ class ReadWriteLock:
 class Gate:
     """Holds new requests while paused, and keeps updates apart from running requests."""
 
-    def __init__(self, poll_seconds: float = 1.0) -> None:
+    def __init__(self, continue_waits: bool, poll_seconds: float = 1.0) -> None:
         self.paused = False
+        self._continue_waits = continue_waits
         self._poll_seconds = poll_seconds
         self._condition = asyncio.Condition()
         self._lock = ReadWriteLock()
@@ -68,22 +69,22 @@ class Gate:
             yield
 
     @asynccontextmanager
-    async def update(self) -> AsyncIterator[None]:
-        """Let one update in.
+    async def update(self) -> AsyncIterator[bool]:
+        """Let one update in, and say whether it runs under a pause.
 
-        While paused it holds the pause condition, so that ``continue`` waits for it. Otherwise
+        Under a pause it holds the pause condition, if ``continue`` is to wait for it. Otherwise
         it waits for all running requests. Which of the two is decided once, on arrival.
         """
-        await self._condition.acquire()
-        if self.paused:
-            try:
-                yield
-            finally:
-                self._condition.release()
+        async with self._condition:
+            paused = self.paused
+            if paused and self._continue_waits:
+                yield True
+                return
+        if paused:
+            yield True
             return
-        self._condition.release()
         async with self._lock.writing():
-            yield
+            yield False
 
     async def pause(self, stop_requests: Callable[[], object], drain: bool) -> None:
         """Hold new requests; with ``drain``, repeat ``stop_requests`` until none is in flight."""

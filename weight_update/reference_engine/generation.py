@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+# A request that is not streamed reports its tokens to the HTTP layer by as many.
+_TOKENS_A_REPORT = 50
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -41,8 +44,14 @@ class GenerateRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     retractions: int = 0
+    joining: bool = False
     aborted: bool = False
+    aborted_waiting: bool = False
     random: torch.Generator | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Go to other ranks as it was asked."""
+        return GenerateRequest, (self.rid, self.tokens, self.sampling)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -69,14 +78,24 @@ class GenerateRequest:
         self.kv = None
         self.retractions += 1
 
+    def abort_waiting(self) -> None:
+        """End before running (again); tokens that were not reported yet are lost, as in SGLang."""
+        reported = len(self.versions) // _TOKENS_A_REPORT * _TOKENS_A_REPORT
+        del self.tokens[self.prompt_length + reported :]
+        del self.versions[reported:], self.logprobs[reported:]
+        self.aborted_waiting = True
+
     def finish_reason(self) -> dict[str, Any] | None:
         """Why this request is done, or None if it is not."""
         if self.versions and self.tokens[-1] in self.sampling.stop_tokens:
             return {"type": "stop", "matched": self.tokens[-1]}
         if len(self.versions) >= self.sampling.max_new_tokens:
             return {"type": "length", "length": self.sampling.max_new_tokens}
+        if self.aborted_waiting:
+            return {"type": "abort", "message": "Abort in waiting queue"}
         if self.aborted:
-            return {"type": "abort", "message": "Aborted"}
+            why = {"message": "Aborted", "status_code": None, "err_type": None}
+            return {"type": "abort", **why}
         return None
 
 
@@ -98,17 +117,21 @@ class PrefixCache:
         """Forget everything."""
         self._entries.clear()
 
-    def put(self, tokens: Sequence[int], kv: torch.Tensor) -> None:
-        """Keep ``kv`` for ``tokens``, unless they are covered already; the older values stay."""
+    def put(self, tokens: Sequence[int], kv: torch.Tensor) -> torch.Tensor:
+        """Keep ``kv`` for ``tokens``, and return what is kept: older values stay."""
         key = tuple(tokens)
-        if not self._capacity or any(known[: len(key)] == key for known in self._entries):
-            return
+        covering = next((known for known in self._entries if known[: len(key)] == key), None)
+        if covering is not None:
+            return self._entries[covering][:, :, : len(key)]
+        if not self._capacity:
+            return kv
         for known in [known for known in self._entries if key[: len(known)] == known]:
             del self._entries[known]
         # A copy: ``kv`` is a view that would keep its whole batch alive.
         self._entries[key] = kv.clone()
         if len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
+        return kv
 
     def longest(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Return the keys and values of the longest known prefix, short of the last token."""
@@ -139,6 +162,7 @@ class Generator:
         """Start from the longest prefix that the cache knows."""
         request.kv = self.cache.longest(request.tokens)
         request.cached_tokens = request.kv_length
+        request.joining = True
 
     def retire(self, request: GenerateRequest) -> None:
         """Leave what a finished request has computed to later ones."""
@@ -150,11 +174,13 @@ class Generator:
     def step(self, requests: Sequence[GenerateRequest], version: str) -> None:
         """Append one token, made with the weights called ``version``, to each request."""
         for group in _alike(requests):
-            prefill = group[0].pending > 1
             logits = self._forward(group)
-            for request in group if prefill else ():
+            for request in [request for request in group if request.joining]:
                 assert request.kv is not None
-                self.cache.put(request.tokens, request.kv)
+                # A prompt that is known whole goes on with the known values, as in SGLang,
+                # although its last token was just computed anew.
+                request.kv = self.cache.put(request.tokens, request.kv)
+                request.joining = False
             for request, (token, logprob) in zip(group, _choose(logits, group), strict=True):
                 request.tokens.append(token)
                 request.logprobs.append(logprob)

@@ -22,6 +22,7 @@ class GroupAddress:
         world_size: How many ranks meet.
         name: Name of the group; both ends must use the same.
         backend: ``nccl`` or ``gloo``; both ends must use the same.
+        raw: Whether the host is used as it is, so that IPv6 without brackets fails.
     """
 
     host: str
@@ -30,10 +31,13 @@ class GroupAddress:
     world_size: int
     name: str
     backend: str
+    raw: bool = False
 
     @property
     def url(self) -> str:
         """The rendezvous address; an IPv6 host needs brackets to be parsed."""
+        if self.raw:
+            return f"tcp://{self.host}:{self.port}"
         bare = self.host.strip("[]")
         return f"tcp://[{bare}]:{self.port}" if ":" in bare else f"tcp://{bare}:{self.port}"
 

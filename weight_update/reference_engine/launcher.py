@@ -7,9 +7,11 @@ import importlib.util
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,14 +38,15 @@ class ReferenceEngine:
 
     Args:
         model: A transformers model, or the directory of one.
-        release: The SGLang release to stand for, a key of ``RELEASES``.
+        release: The SGLang release to stand for, such as ``0.5.17`` or ``0.5.15.post1``.
         port: Port to listen on; 0 picks a free one.
         host: Address to listen on.
         api_key: Bearer token of all routes.
         admin_api_key: Bearer token of the control routes.
         faults: Faults that are armed from the start.
         dtype: Name of the torch dtype of the weights.
-        device: ``cpu``, or ``cuda:N`` (weights then arrive over nccl).
+        device: ``cpu``, or ``cuda:N`` (weights then arrive over nccl); of the first rank.
+        tp: Tensor parallel ranks, each a process with its shards of the model.
         startup_timeout: Seconds until the engine must be ready.
         group_timeout: Seconds that a rendezvous or broadcast waits; 30 minutes in SGLang.
         health_timeout: Seconds until ``/health`` says 503; 20 in SGLang.
@@ -75,6 +78,7 @@ class ReferenceEngine:
         faults: Sequence[Fault] = (),
         dtype: str = "float32",
         device: str = "cpu",
+        tp: int = 1,
         startup_timeout: float = 120.0,
         group_timeout: float = 1800.0,
         health_timeout: float = 2.0,
@@ -89,6 +93,8 @@ class ReferenceEngine:
         self._host = host
         self._port = port
         self._startup_timeout = startup_timeout
+        # Held while a process starts: calls of other threads wait for it, or find it there.
+        self._starting = threading.RLock()
         self._records: list[dict[str, Any]] | None = None
         self._logs: dict[Path, _LogReader] = {}
         self._options: dict[str, object] = {
@@ -97,6 +103,7 @@ class ReferenceEngine:
             "host": host,
             "dtype": dtype,
             "device": device,
+            "tp": tp,
             "group-timeout": group_timeout,
             "health-timeout": health_timeout,
             "max-running-requests": max_running_requests,
@@ -143,6 +150,7 @@ class ReferenceEngine:
                 start_new_session=True,
             )
         os.close(ready)
+        self._rank_group: int | None = self.process.pid
         self._is_ready = False
 
     def _take_port(self) -> int | None:
@@ -165,14 +173,15 @@ class ReferenceEngine:
         Raises:
             RuntimeError: It ended or was too slow; the text has the end of its log.
         """
-        if self._is_ready:
-            return
-        port = self._take_port()
-        if port is None:
-            log = self.log()[-2000:]
-            self.kill()
-            raise RuntimeError(f"the reference engine did not start; its log ends:\n{log}")
-        self._port, self._is_ready = port, True
+        with self._starting:
+            if self._is_ready:
+                return
+            port = self._take_port()
+            if port is None:
+                log = self.log()[-2000:]
+                self.kill()
+                raise RuntimeError(f"the reference engine did not start; its log ends:\n{log}")
+            self._port, self._is_ready = port, True
 
     @property
     def url(self) -> str:
@@ -195,11 +204,14 @@ class ReferenceEngine:
         """End the engine hard and start it again on its port.
 
         It comes back as at first: base weights, no group, no session, not paused, version
-        ``default``; without faults, and with an empty prefix cache.
+        ``default``; without faults, and with an empty prefix cache. Calls of other threads
+        that the old process had not answered fail; later ones wait for the new process.
         """
-        self._end_process(0)
-        self._spawn()
-        self.wait_until_ready()
+        with self._starting:
+            self._end_process(0)
+            self._forget_ready()
+            self._spawn()
+            self.wait_until_ready()
 
     def stop(self) -> None:
         """End the engine, by force if it doesn't go within four seconds."""
@@ -216,14 +228,19 @@ class ReferenceEngine:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(patience)
-        self.process.kill()
+        if self._rank_group is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._rank_group, signal.SIGKILL)  # all its ranks, frozen ones too
+            self._rank_group = None
         self.process.wait()
-        self._forget_ready()
 
     def _clean_up(self) -> None:
-        if self._records is None:
-            self._records = self.requests()
-            self._home.cleanup()
+        with self._starting:
+            self._end_process(0)  # another thread may have restarted it meanwhile
+            self._forget_ready()
+            if self._records is None:
+                self._records = self.requests()
+                self._home.cleanup()
 
     def __enter__(self) -> ReferenceEngine:
         self.wait_until_ready()
@@ -364,15 +381,15 @@ class _LogReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._latest: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, dict[str, Any]] = {}
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the last state of each request, in order of arrival."""
+        """Return the present state of each request, in order of arrival."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         for line in whole.splitlines():
-            record = json.loads(line)
-            self._latest[record.pop("id")] = record
-        return list(self._latest.values())
+            change = json.loads(line)
+            self._records.setdefault(change.pop("id"), {}).update(change)
+        return list(self._records.values())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weight_update.reference_engine.bodies import BodyError, Generate, fits
+from weight_update.reference_engine.bodies import Generate, RequestError, fits
 from weight_update.reference_engine.generation import GenerateRequest, Sampling
 
 #: Parameters this engine does not implement, and the values at which they change nothing.
@@ -57,7 +57,7 @@ def requests_of(
     """Build one request a prompt.
 
     Raises:
-        BodyError: A prompt or a parameter is not usable.
+        RequestError: A prompt or a parameter is not usable.
     """
     count = len(prompts)
     params = _per_prompt(body.sampling_params, count, "sampling_params")
@@ -74,41 +74,52 @@ def _per_prompt(value: Any, count: int, what: str) -> list[Any]:
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise BodyError(f"{what} has {len(value)} entries for {count} prompts")
+        raise RequestError(f"{what} has {len(value)} entries for {count} prompts")
     return value
 
 
 def _sampling(params: Mapping[str, Any], prompt: Sequence[int], limits: Limits) -> Sampling:
     _check_prompt(prompt, limits)
     _check_params(params)
-    wanted = params.get("max_new_tokens")
-    room = limits.context_length - len(prompt)
+    _check_length(len(prompt), params.get("max_new_tokens"), limits)
+    wanted = params.get("max_new_tokens", 128)
+    room = max(0, limits.context_length - len(prompt) - 2)  # SGLang keeps two for itself
     stops = frozenset(params.get("stop_token_ids") or ())
     return Sampling(
-        max_new_tokens=room
-        if wanted is None and "max_new_tokens" in params
-        else min(128 if wanted is None else wanted, room),
+        max_new_tokens=room if wanted is None else min(wanted, room),
         temperature=params.get("temperature", 1.0),
         top_p=params.get("top_p", 1.0),
-        stop_tokens=stops if params.get("ignore_eos") else stops | limits.eos,
+        # SGLang looks for no stop token at all, not even a wanted one, when it ignores the end.
+        stop_tokens=frozenset() if params.get("ignore_eos") else stops | limits.eos,
         seed=params.get("sampling_seed", params.get("seed")),
     )
 
 
 def _check_prompt(prompt: Sequence[int], limits: Limits) -> None:
     if not 0 < len(prompt) < limits.context_length:
-        raise BodyError(f"a prompt of {len(prompt)} tokens; 1 to {limits.context_length - 1} fit")
+        raise RequestError(
+            f"a prompt of {len(prompt)} tokens; 1 to {limits.context_length - 1} fit"
+        )
     if not all(0 <= token < limits.vocab_size for token in prompt):
-        raise BodyError(f"the prompt has token ids outside 0 to {limits.vocab_size - 1}")
+        raise RequestError(f"the prompt has token ids outside 0 to {limits.vocab_size - 1}")
+
+
+def _check_length(prompt: int, wanted: int | None, limits: Limits) -> None:
+    """A length that is asked for has to fit; the default is cut to what does."""
+    if prompt + (wanted or 0) > limits.context_length:
+        raise RequestError(
+            f"{prompt} tokens of the prompt and {wanted} new ones exceed the context length of "
+            f"{limits.context_length} tokens"
+        )
 
 
 def _check_params(params: Mapping[str, Any]) -> None:
     for name, value in params.items():
         if name in _TYPES and not fits(value, _TYPES[name]):
-            raise BodyError(f"sampling parameter {name} cannot be {value!r}")
+            raise RequestError(f"sampling parameter {name} cannot be {value!r}")
         if name not in _TYPES and value not in _NEUTRAL.get(name, ()):
-            raise BodyError(f"sampling parameter {name}={value!r} is not supported here")
+            raise RequestError(f"sampling parameter {name}={value!r} is not supported here")
     if params.get("temperature", 1.0) < 0 or not 0 < params.get("top_p", 1.0) <= 1:
-        raise BodyError("temperature must be at least 0, and top_p in (0, 1]")
+        raise RequestError("temperature must be at least 0, and top_p in (0, 1]")
     if (params.get("max_new_tokens") or 0) < 0:
-        raise BodyError("max_new_tokens must be at least 0")
+        raise RequestError("max_new_tokens must be at least 0")

@@ -9,9 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +20,14 @@ from weight_update.reference_engine import group as groups
 from weight_update.reference_engine import weights
 from weight_update.reference_engine.faults import Fault
 from weight_update.reference_engine.generation import GenerateRequest, Generator
+from weight_update.reference_engine.ranks import Ranks
 from weight_update.reference_engine.releases import Release
 
 _log = logging.getLogger("reference_engine.scheduler")
 _T = TypeVar("_T")
+
+# Who waits for its result, the name of the scheduler's method, and the arguments.
+_Command = tuple[Future[Any], str, tuple[Any, ...]]
 
 FLUSH_REFUSED = (
     "Weights were updated, but the cache was not flushed because requests are still running "
@@ -45,12 +49,17 @@ class Scheduler(threading.Thread):
     A command runs to its end before anything else happens: while one waits in a rendezvous or
     a broadcast, nothing is generated and nothing else is answered. A command that raises ends
     the process, as in the real server.
+
+    Every rank has one, and all run the same commands between the same steps: rank 0 tells the
+    others which. Only its results are seen by anybody.
     """
 
     def __init__(
         self,
+        model: weights.Weights,
         generator: Generator,
         release: Release,
+        ranks: Ranks,
         *,
         group_timeout: float = 1800.0,
         max_running: int = 64,
@@ -58,27 +67,34 @@ class Scheduler(threading.Thread):
         super().__init__(name="scheduler", daemon=True)
         self.weight_version = "default"
         self.load = {"running": 0, "waiting": 0, "tokens": 0}
+        self._weights = model
         self._generator = generator
         self._release = release
+        self._ranks = ranks
         self._group_timeout = timedelta(seconds=group_timeout)
         self._max_running = max_running
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._waiting: list[GenerateRequest] = []
         self._running: list[GenerateRequest] = []
-        self._groups: dict[str, Any] = {}
+        self._inboxes: dict[str, weights.Inbox] = {}
         self._paused = False
         self._session_open = False
+
+    @property
+    def model_config(self) -> Any:
+        """The configuration of the model."""
+        return self._weights.model.config
 
     # ---- the face to other threads
 
     def post(self, command: Callable[..., object], *args: Any) -> None:
         """Queue a command and do not wait for it."""
-        self._commands.put(lambda: command(*args))
+        self._commands.put((Future(), command.__name__, args))
 
     def call(self, command: Callable[..., _T], *args: Any) -> Future[_T]:
         """Queue a command and return the future of its result."""
         future: Future[_T] = Future()
-        self._commands.put(lambda: _settle(future, command, *args))
+        self._commands.put((future, command.__name__, args))
         return future
 
     def run(self) -> None:
@@ -92,8 +108,8 @@ class Scheduler(threading.Thread):
             os._exit(1)
 
     def _serve(self) -> None:
-        if self._generator.model.device.type == "cuda":
-            torch.cuda.set_device(self._generator.model.device)
+        if self._weights.model.device.type == "cuda":
+            torch.cuda.set_device(self._weights.model.device)
         while True:
             self._obey()
             if not self._paused:
@@ -101,12 +117,22 @@ class Scheduler(threading.Thread):
                 self.load = self.measure()
 
     def _obey(self) -> None:
-        """Run all queued commands; wait for one if there is nothing else to do."""
+        """Run the commands that are queued at rank 0."""
+        queued = [] if self._ranks.rank else self._queued()
+        calls = self._ranks.agree([(name, args) for _, name, args in queued])
+        for (name, args), command in zip_longest(calls, queued):
+            result = getattr(self, name)(*args)
+            if command is not None:
+                command[0].set_result(result)
+
+    def _queued(self) -> list[_Command]:
+        """Take all queued commands; wait for one if there is nothing else to do."""
         busy = (self._running or self._waiting) and not self._paused
-        if not busy:
-            self._commands.get()()
+        commands = [] if busy else [self._commands.get()]
         while not self._commands.empty():
-            self._commands.get()()
+            commands.append(self._commands.get())
+        # Those that nobody waits for any more are left out.
+        return [command for command in commands if command[0].set_running_or_notify_cancel()]
 
     # ---- generation
 
@@ -122,14 +148,17 @@ class Scheduler(threading.Thread):
             self._finish(request)
 
     def submit(self, request: GenerateRequest) -> None:
-        """Queue a generate request."""
-        self._waiting.append(request)
+        """Queue a generate request; one that wants no tokens has its answer at once."""
+        if request.finish_reason():
+            self._finish(request)
+        else:
+            self._waiting.append(request)
 
     def _finish(self, request: GenerateRequest) -> None:
-        _settle(request.answer, self._describe, request)
-
-    def _describe(self, request: GenerateRequest) -> dict[str, Any]:
-        return {"text": "", "output_ids": request.output, "meta_info": self._meta(request)}
+        if request.answer.set_running_or_notify_cancel():
+            meta = self._meta(request)
+            answer = {"text": "", "output_ids": request.output, "meta_info": meta}
+            request.answer.set_result(answer)
 
     def _meta(self, request: GenerateRequest) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -139,24 +168,32 @@ class Scheduler(threading.Thread):
             "completion_tokens": len(request.versions),
             "cached_tokens": request.cached_tokens,
             "weight_version": self.weight_version,
-            "num_retractions": request.retractions,
         }
+        if self._release.retractions_counted:
+            meta["num_retractions"] = request.retractions
         if self._release.token_spans:
             meta["weight_versions"] = version_spans(request.versions)
             meta["weight_version"] = (request.versions or [self.weight_version])[-1]
+        if request.aborted_waiting:  # the queue answers with less than the batch does
+            for key in ("prompt_tokens", "cached_tokens", "num_retractions"):
+                meta.pop(key, None)
         return meta
 
     def abort(self, rid: str, everything: bool) -> None:
-        """End requests whose id starts with ``rid``, or all.
+        """End the request called ``rid`` and those whose ids start with it, or all.
 
-        A waiting request ends at once. A running one ends with its next step, which never
-        comes while the engine is paused.
+        An id that is nobody's ends nothing, whatever starts with it. A waiting request ends at
+        once. A running one ends with its next step, which never comes while the engine is
+        paused.
         """
-        hit = [r for r in self._waiting + self._running if everything or r.rid.startswith(rid)]
+        known = self._waiting + self._running
+        named = everything or any(request.rid == rid for request in known)
+        hit = [r for r in known if named and (everything or r.rid.startswith(rid))]
         for request in hit:
             request.aborted = True
         for request in [request for request in hit if request in self._waiting]:
             self._waiting.remove(request)
+            request.abort_waiting()
             self._finish(request)
 
     def pause(self, mode: str) -> None:
@@ -193,18 +230,20 @@ class Scheduler(threading.Thread):
     def join_group(self, address: groups.GroupAddress) -> Outcome:
         """Join the trainer's group; blocks the scheduler until all ranks are there."""
         assert address.name, "Group name cannot be empty"
+        address = replace(address, rank=address.rank + self._ranks.rank)
         try:
-            self._groups[address.name] = groups.join(address, self._group_timeout)
+            group = groups.join(address, self._group_timeout)
         except Exception as error:
             return Outcome(False, f"Failed to initialize custom process group: {error}.")
+        self._inboxes[address.name] = weights.Inbox(group, self._weights.model.device)
         return Outcome(True, "Succeeded to initialize custom process group.")
 
     def leave_group(self, name: str) -> Outcome:
         """Destroy a group."""
-        if name not in self._groups:
+        if name not in self._inboxes:
             return Outcome(False, "The group to be destroyed does not exist.")
         try:
-            groups.leave(self._groups.pop(name))
+            groups.leave(self._inboxes.pop(name).group)
         except Exception as error:
             return Outcome(False, f"Failed to destroy custom process group: {error}.")
         return Outcome(True, "Succeeded to destroy custom process group.")
@@ -238,6 +277,7 @@ class Scheduler(threading.Thread):
         faults: Sequence[Fault],
     ) -> Outcome:
         """Receive and load one set of tensors."""
+        faults = [fault for fault in faults if fault.rank in (None, self._ranks.rank)]
         if self._release.sessions and not self._session_open:
             return Outcome(
                 False,
@@ -245,31 +285,30 @@ class Scheduler(threading.Thread):
                 "begin_weight_update() and end_weight_update()",
             )
         if self._release.unknown_group_kills:
-            self._group(group_name)
+            self._inbox(group_name)
         try:
-            group = self._group(group_name)
-            tensors = weights.receive(group, announced, self._generator.model.device, faults)
+            arrivals = self._inbox(group_name).receive(announced, faults)
         except Exception as error:
             return Outcome(False, f"Failed to receive weights: {error}")
-        return self._load(tensors, version, flush, faults)
+        return self._load(arrivals, version, flush, faults)
 
-    def _group(self, name: str) -> Any:
-        if name not in self._groups:
+    def _inbox(self, name: str) -> weights.Inbox:
+        if name not in self._inboxes:
             raise LookupError(
-                f"Group {name} not in {list(self._groups)}. "
+                f"Group {name} not in {list(self._inboxes)}. "
                 "Please call `init_weights_update_group` first."
             )
-        return self._groups[name]
+        return self._inboxes[name]
 
     def _load(
         self,
-        tensors: weights.NamedTensors,
+        arrivals: Sequence[weights.Arrival],
         version: str | None,
         flush: bool,
         faults: Sequence[Fault],
     ) -> Outcome:
         try:
-            weights.load(self._generator.model, tensors, faults)
+            self._weights.load(arrivals, faults)
         except Exception as error:
             return Outcome(
                 False,
@@ -289,17 +328,11 @@ class Scheduler(threading.Thread):
 
     def first_rows(self, name: str, count: int) -> list[Any] | None:
         """Return the first rows of a parameter."""
-        return weights.first_rows(self._generator.model, name, count)
+        return self._weights.first_rows(name, count)
 
-    def checksums(self) -> dict[str, str]:
-        """Return a digest of each parameter."""
-        return weights.checksums(self._generator.model)
-
-
-def _settle(future: Future[_T], command: Callable[..., _T], *args: Any) -> None:
-    """Run ``command`` for ``future``, unless its waiter has given up before the start."""
-    if future.set_running_or_notify_cancel():
-        future.set_result(command(*args))
+    def checksums(self) -> list[dict[str, str]]:
+        """Return a digest of each parameter, for each rank."""
+        return self._ranks.gather(self._weights.checksums())
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

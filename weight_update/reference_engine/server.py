@@ -18,6 +18,7 @@ from weight_update.reference_engine import bodies, routes
 from weight_update.reference_engine.edge import Edge, Keys, RequestLog
 from weight_update.reference_engine.faults import ACTIVE, Fault, FaultBoard
 from weight_update.reference_engine.gate import Gate
+from weight_update.reference_engine.generation import GenerateRequest
 from weight_update.reference_engine.group import GroupAddress
 from weight_update.reference_engine.releases import Release
 from weight_update.reference_engine.routes import Endpoint, Handler
@@ -58,7 +59,7 @@ class Server:
         self._info = info
         self._board = board
         self._log = log
-        self._gate = Gate()
+        self._gate = Gate(info.release.continue_waits)
         self._flushing = False
 
     # ---- health and information
@@ -97,13 +98,14 @@ class Server:
     async def server_info(self, _: bodies.NoBody) -> Response:
         """The start arguments and the scheduler's state; waits for the scheduler."""
         load = await self._ask(self._scheduler.measure)
-        states = [{"world_size": 1, "num_running_reqs": load["running"]}]
+        size = self._info.arguments["tp_size"]
+        states = [{"world_size": size, "num_running_reqs": load["running"]}]
         version = {"version": self._info.release.name, "frontend": "reference_engine"}
         return JSONResponse(self._info.arguments | {"internal_states": states} | version)
 
     async def loads(self, _: bodies.NoBody) -> Response:
-        """The last snapshot that the scheduler left; frozen while it is paused or blocked."""
-        load = self._scheduler.load
+        """How much there is to do."""
+        load = await self._load()
         entry = {
             "dp_rank": 0,
             "num_running_reqs": load["running"],
@@ -115,8 +117,8 @@ class Server:
         return JSONResponse({"timestamp": time.time(), "version": version, "loads": [entry]})
 
     async def get_load(self, _: bodies.NoBody) -> Response:
-        """The older count of requests, asked from the scheduler."""
-        load = await self._ask(self._scheduler.measure)
+        """The older form of the same."""
+        load = await self._load()
         entry = {
             "dp_rank": 0,
             "num_reqs": load["running"] + load["waiting"],
@@ -124,6 +126,13 @@ class Server:
             "num_tokens": load["tokens"],
         }
         return JSONResponse([entry])
+
+    async def _load(self) -> dict[str, int]:
+        """Ask the scheduler, or take what it left: frozen while it is paused or blocked."""
+        if self._info.release.live_loads:
+            load: dict[str, int] = await self._ask(self._scheduler.measure)
+            return load
+        return self._scheduler.load
 
     async def openapi(self, _: bodies.NoBody) -> Response:
         """The routes, their methods and fields."""
@@ -145,21 +154,31 @@ class Server:
                 entries = zip(request.logprobs, request.output, strict=True)
                 answer["meta_info"]["output_token_logprobs"] = [[p, t, None] for p, t in entries]
             if self._info.tokenizer is not None:
-                answer["text"] = self._info.tokenizer.decode(request.output)
+                answer["text"] = self._text(request)
         return JSONResponse(answers[0] if single else answers)
+
+    def _text(self, request: GenerateRequest) -> str:
+        """What the output adds to the prompt's text, without special and stop tokens."""
+        decode = self._info.tokenizer.decode
+        stopped = (request.finish_reason() or {}).get("type") == "stop"
+        prompt, whole = request.tokens[: request.prompt_length], request.tokens
+        whole = whole[:-1] if stopped else whole
+        before = decode(prompt, skip_special_tokens=True)
+        text: str = decode(whole, skip_special_tokens=True)
+        return text[len(before) :]
 
     def _prompts(self, body: bodies.Generate) -> tuple[list[list[int]], bool]:
         if body.stream:
-            raise bodies.BodyError("stream is not supported by the reference engine")
+            raise bodies.RequestError("stream is not supported by the reference engine")
         given: Any = body.input_ids if body.text is None else self._encoded(body.text)
         if not given:
-            raise bodies.BodyError("either input_ids or text must be given and not empty")
+            raise bodies.RequestError("either input_ids or text must be given and not empty")
         single = isinstance(given[0], int)
         return [given] if single else given, single
 
     def _encoded(self, text: str | list[str]) -> Any:
         if self._info.tokenizer is None:
-            raise bodies.BodyError("this model has no tokenizer; send input_ids")
+            raise bodies.RequestError("this model has no tokenizer; send input_ids")
         return self._info.tokenizer(text)["input_ids"]
 
     async def abort_request(self, body: bodies.AbortRequest) -> Response:
@@ -186,7 +205,9 @@ class Server:
         """Flush if idle; with a timeout, wait for strict idleness."""
         patience = body.timeout if isinstance(body, bodies.FlushCache) else 0.0
         if not patience:
-            failure = "Flush cache failed.\n"
+            # Without a timeout to take, a release says "flushed" in any case.
+            speaks = self._info.release.flush_timeout
+            failure = "Flush cache failed.\n" if speaks else "Cache flushed.\n"
             done = await self._ask(self._scheduler.flush)
         elif self._flushing:
             failure = "Another flush_cache is already in progress."
@@ -218,6 +239,7 @@ class Server:
             body.world_size,
             body.group_name,
             body.backend,
+            self._info.release.raw_tcp_address,
         )
         return _answer(await self._ask(self._scheduler.join_group, address))
 
@@ -242,7 +264,9 @@ class Server:
         flattened = body.load_format == "flattened_bucket"
         announced = Announcement(body.names, body.dtypes, body.shapes, flattened)
         version = body.weight_version
-        async with self._gate.update():
+        async with self._gate.update() as paused:
+            if paused and not self._info.release.paused_updates_are_labelled:
+                version = None
             outcome = await self._ask(
                 self._scheduler.update,
                 body.group_name,
@@ -275,16 +299,16 @@ class Server:
             return JSONResponse({"error": {"message": "Get parameter by name failed"}}, 400)
         return JSONResponse(rows)
 
-    async def weights_checker(self, body: bodies.CheckWeights) -> Response:
+    async def weights_checker(
+        self, body: bodies.CheckWeights | bodies.AskedCheckWeights
+    ) -> Response:
         """Digests of all parameters; comparable between reference engines only."""
-        if body.action != "checksum":
+        if body.action != "checksum" or self._info.release.checksums == "never":
             return _answer(Outcome(False, f"action {body.action!r} is not supported here"))
         sums = await self._ask(self._scheduler.checksums)
-        whole = digest(json.dumps(sums, sort_keys=True).encode())
-        place = [{"tp_rank": 0, "pp_rank": 0, "dp_rank": 0}]
-        rank = {"checksums": sums, "per_gpu_checksum": whole, "parallelism_info": place}
-        answer = {"success": True, "message": "Success", "ranks": [rank]}
-        return JSONResponse(answer | {"per_engine_checksum": whole})
+        ranks = [_rank_checksums(rank, own) for rank, own in enumerate(sums)]
+        answer = {"success": True, "message": "Success.", "ranks": ranks}
+        return JSONResponse(answer | {"per_engine_checksum": _digest(sums)})
 
     def _abort_all(self) -> None:
         self._scheduler.post(self._scheduler.abort, "", True)
@@ -358,7 +382,9 @@ class Server:
             (UPDATE_ROUTE, self.update, bodies.UpdateWeightsFromDistributed),
             ("/update_weight_version", self.update_version, bodies.UpdateWeightVersion),
         ]
-        both, name, check = ("GET", "POST"), bodies.GetWeightsByName, bodies.CheckWeights
+        both, name = ("GET", "POST"), bodies.GetWeightsByName
+        asked = self._info.release.checksums != "default"
+        check = bodies.AskedCheckWeights if asked else bodies.CheckWeights
         return [
             *(Endpoint(path, ("POST",), handler, body, True) for path, handler, body in table),
             Endpoint("/get_weights_by_name", both, self.weights_by_name, name, True),
@@ -382,10 +408,20 @@ def _answer(outcome: Outcome) -> Response:
     return JSONResponse(asdict(outcome), 200 if outcome.success else 400)
 
 
+def _digest(data: object) -> str:
+    return digest(json.dumps(data, sort_keys=True).encode())
+
+
+def _rank_checksums(rank: int, sums: dict[str, str]) -> dict[str, Any]:
+    place = [{"tp_rank": rank, "pp_rank": 0, "dp_rank": 0}]
+    return {"checksums": sums, "per_gpu_checksum": _digest(sums), "parallelism_info": place}
+
+
 def start_arguments(options: dict[str, Any], release: Release) -> dict[str, Any]:
     """Return what ``/server_info`` shows: it includes the keys, as the real server's does."""
-    parallel = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1}
+    parallel = {"pp_size": 1, "dp_size": 1, "ep_size": 1}
     if release.attn_dp_size:
         parallel["attn_dp_size"] = 1
     fixed = {"enable_dp_attention": False, "weight_version": "default", "pid": os.getpid()}
+    fixed["disaggregation_mode"] = "null"
     return options | parallel | fixed

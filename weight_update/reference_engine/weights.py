@@ -6,17 +6,18 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weight_update.reference_engine.faults import Fault, strike
+from weight_update.reference_engine.faults import Fault, count_taken, strike
+from weight_update.reference_engine.shards import Cut, Shard
 
 _log = logging.getLogger("reference_engine.weights")
-
-NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,113 +29,190 @@ class Announcement:
     shapes: Sequence[Sequence[int]]
     flattened: bool = False
 
+    def matched(self) -> Announcement:
+        """Return it with lists of equal length.
 
-def receive(
-    group: Any, announced: Announcement, device: torch.device, faults: Sequence[Fault] = ()
-) -> NamedTensors:
-    """Take part in the broadcasts that ``announced`` calls for.
+        Raises:
+            ValueError: A bucket is empty or has lists of unequal length. Without a bucket they
+                are cut to the shortest, as the real server does.
+        """
+        counts = [len(self.names), len(self.dtypes), len(self.shapes)]
+        least = min(counts)
+        if self.flattened and (not least or least < max(counts)):
+            raise ValueError(f"a bucket needs names, dtypes and shapes, as many of each: {counts}")
+        return self.first(least)
 
-    Raises:
-        Exception: Whatever goes wrong; the model is untouched then.
+    def first(self, count: int) -> Announcement:
+        """Return what is said of the first ``count`` tensors."""
+        names, dtypes, shapes = self.names[:count], self.dtypes[:count], self.shapes[:count]
+        return Announcement(names, dtypes, shapes, self.flattened)
+
+
+# A name, the shape that was announced for it, and its elements in one row.
+Arrival = tuple[str, Sequence[int], torch.Tensor]
+
+
+class Inbox:
+    """A group to receive on, and the buffer that its tensors arrive in.
+
+    The buffer is kept, so that an update costs no fresh memory; it grows and never shrinks.
     """
-    take = _receive_bucket if announced.flattened else _receive_each
-    return take(group, announced, device, faults)
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def receive(self, announced: Announcement, faults: Sequence[Fault] = ()) -> list[Arrival]:
+        """Take part in the broadcasts that ``announced`` calls for.
+
+        Raises:
+            Exception: Whatever goes wrong; the model is untouched then.
+        """
+        announced = announced.matched()
+        count = count_taken(faults, len(announced.names))
+        announced = announced.first(count)
+        runs, size = _runs(announced)
+        if self._buffer.numel() < size:
+            self._buffer = self._buffer.new_empty(size)
+        rows = [row for run in runs for row in run.rows(self._buffer)]
+        arrivals = [self._buffer[:size]] if announced.flattened else list(rows)
+        arrivals += [torch.empty_like(rows[-1]) for _ in range(count - len(rows))]
+        # All are posted before the first is waited for.
+        works = [dist.broadcast(row, src=0, group=self.group, async_op=True) for row in arrivals]
+        strike(faults, "after_receive", 0, len(rows))
+        for done, work in enumerate(works, start=1):
+            work.wait()
+            strike(faults, "after_receive", len(rows) if announced.flattened else done, len(rows))
+        return list(zip(announced.names, announced.shapes, rows, strict=True))
 
 
-def _receive_each(
-    group: Any, announced: Announcement, device: torch.device, faults: Sequence[Fault]
-) -> NamedTensors:
-    """One broadcast a name; all are posted before the first is waited for."""
-    received, works = [], []
-    # Lists of unequal length are cut to the shortest, as the real server does.
-    lists = (announced.names, announced.dtypes, announced.shapes)
-    for name, dtype, shape in zip(*lists, strict=False):
-        tensor = torch.empty(list(shape), dtype=getattr(torch, dtype), device=device)
-        received.append((name, tensor))
-        works.append(dist.broadcast(tensor, src=0, group=group, async_op=True))
-    strike(faults, "after_receive", 0, len(works))
-    for done, work in enumerate(works, start=1):
-        work.wait()
-        strike(faults, "after_receive", done, len(works))
-    return received
+@dataclass(frozen=True)
+class _Run:
+    """Neighbours of one dtype in the buffer, which one call cuts apart."""
+
+    dtype: torch.dtype
+    start: int
+    lengths: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(self.lengths) * self.dtype.itemsize
+
+    def rows(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(buffer[self.start : self.end].view(self.dtype), self.lengths)
 
 
-def _receive_bucket(
-    group: Any, announced: Announcement, device: torch.device, faults: Sequence[Fault]
-) -> NamedTensors:
-    """One broadcast of bytes: all tensors back to back, in the order of the names."""
-    dtypes, starts = _bucket_layout(announced)
-    flat = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-    dist.broadcast(flat, src=0, group=group)
-    strike(faults, "after_receive", len(dtypes), len(dtypes))
-    pieces = zip(announced.names, dtypes, announced.shapes, starts, starts[1:], strict=False)
-    return [
-        (name, flat[start:end].view(dtype).view(list(shape)))
-        for name, dtype, shape, start, end in pieces
-    ]
+def _runs(announced: Announcement) -> tuple[list[_Run], int]:
+    """Return where the tensors lie in the buffer and its size in bytes, or raise before joining.
 
-
-def _bucket_layout(announced: Announcement) -> tuple[list[torch.dtype], list[int]]:
-    """Return each tensor's dtype and the byte offsets between them, or raise before joining."""
-    if not announced.names:
-        raise ValueError("a flattened bucket needs at least one tensor")
-    dtypes, starts = [], [0]
-    for name, text, shape in zip(announced.names, announced.dtypes, announced.shapes, strict=True):
-        dtype = getattr(torch, text)
-        if min(shape, default=0) < 0 or starts[-1] % dtype.itemsize:
-            raise ValueError(f"{name}: offset {starts[-1]} does not fit {text} {list(shape)}")
-        dtypes.append(dtype)
-        starts.append(starts[-1] + prod(shape) * dtype.itemsize)
-    return dtypes, starts
-
-
-def load(model: Any, tensors: NamedTensors, faults: Sequence[Fault] = ()) -> None:
-    """Copy ``tensors`` into the parameters of their names, in order; unknown names are skipped.
-
-    Raises:
-        ValueError: A shape is wrong; the tensors before it are already written.
+    A bucket has no gaps; tensors that come one by one may lie anywhere.
     """
-    parameters = dict(model.named_parameters())
-    strike(faults, "after_load", 0, len(tensors))
-    for done, (name, tensor) in enumerate(tensors, start=1):
-        if name in parameters:
-            _copy(name, parameters[name], tensor)
-        elif not _is_tied_head(model, name):
-            _log.warning("Parameter %s not found in params_dict", name)
-        strike(faults, "after_load", done, len(tensors))
+    lengths = [_length(shape) for shape in announced.shapes]
+    runs: list[_Run] = []
+    done = end = 0
+    for text, alike in groupby(announced.dtypes):
+        dtype, count = getattr(torch, text), len(list(alike))
+        gap = -end % dtype.itemsize
+        if gap and announced.flattened:
+            raise ValueError(f"{announced.names[done]}: offset {end} does not fit {text}")
+        runs.append(_Run(dtype, end + gap, lengths[done : done + count]))
+        done, end = done + count, runs[-1].end
+    return runs, end
 
 
-def _copy(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-    if parameter.shape != tensor.shape:
-        raise ValueError(
-            f"{name}: attempted to load weight {list(tensor.shape)} "
-            f"into parameter {list(parameter.shape)}"
-        )
-    with torch.no_grad():
-        parameter.copy_(tensor)
+def _length(shape: Sequence[int]) -> int:
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{list(shape)} is no shape")
+    return prod(shape)
 
 
-def _is_tied_head(model: Any, name: str) -> bool:
-    return name == "lm_head.weight" and bool(model.config.tie_word_embeddings)
+@dataclass(frozen=True)
+class Slot:
+    """Where the tensor of one name goes.
+
+    Args:
+        shape: Shape of the whole tensor.
+        place: The parameter, in one row if the whole tensor goes into it.
+        cut: Dimension, start and length of the part that goes into it; None for all.
+    """
+
+    shape: list[int]
+    place: torch.Tensor
+    cut: Cut | None = None
+
+    def take(self, name: str, shape: Sequence[int], row: torch.Tensor) -> None:
+        """Copy the elements in ``row``, or this slot's part of them.
+
+        Raises:
+            ValueError: The shape is another one.
+        """
+        if self.shape != shape:
+            raise ValueError(
+                f"{name}: attempted to load weight {list(shape)} into parameter {self.shape}"
+            )
+        self.place.copy_(row.view(shape).narrow(*self.cut) if self.cut else row)
 
 
-def first_rows(model: Any, name: str, count: int) -> list[Any] | None:
-    """Return the first ``count`` rows of a parameter, or None if there is no such parameter."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if name not in parameters:
-        return None
-    rows: list[Any] = parameters[name][:count].float().tolist()
-    return rows
+class Weights:
+    """The parameters of a model, by the names under which checkpoints know them."""
 
+    def __init__(self, model: Any, shapes: dict[str, list[int]], shard: Shard) -> None:
+        self.model = model
+        self._slots = {}
+        for name, parameter in model.named_parameters():
+            cut, place = shard.cut(name, shapes[name]), parameter.detach()
+            self._slots[name] = Slot(shapes[name], place if cut else place.view(-1), cut)
+        tied = model.config.tie_word_embeddings
+        self._ignored = {"lm_head.weight"} if tied else set()
 
-def checksums(model: Any) -> dict[str, str]:
-    """Return a short SHA-256 of each parameter's bytes; a digest of this engine's own kind."""
-    return {name: digest(_raw_bytes(tensor)) for name, tensor in model.named_parameters()}
+    @torch.no_grad()
+    def load(self, arrivals: Sequence[Arrival], faults: Sequence[Fault] = ()) -> None:
+        """Copy what arrived into the parameters, in order; unknown names are skipped.
+
+        Raises:
+            ValueError: A shape is wrong; the tensors before it are already written.
+        """
+        strike(faults, "after_load", 0, len(arrivals))
+        for done, (name, shape, row) in enumerate(arrivals, start=1):
+            if name in self._slots:
+                self._slots[name].take(name, shape, row)
+            elif name not in self._ignored:
+                _log.warning("Parameter %s not found in params_dict", name)
+            strike(faults, "after_load", done, len(arrivals))
+
+    def fill(self, path: Path) -> None:
+        """Load the checkpoint in a directory.
+
+        Raises:
+            ValueError: It has no safetensors, or not all parameters.
+        """
+        from safetensors import safe_open
+
+        missing = set(self._slots)
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                names = list(tensors.keys())
+                pairs = ((name, tensors.get_tensor(name)) for name in names)
+                self.load([(name, list(t.shape), t.reshape(-1)) for name, t in pairs])
+                missing.difference_update(names)
+        if missing:
+            raise ValueError(f"{path} has no safetensors with {', '.join(sorted(missing)[:3])}")
+
+    def first_rows(self, name: str, count: int) -> list[Any] | None:
+        """Return the first ``count`` rows of a parameter, or None if there is no such parameter."""
+        try:
+            rows: list[Any] = self.model.get_parameter(name)[:count].float().tolist()
+        except AttributeError:
+            return None
+        return rows
+
+    def checksums(self) -> dict[str, str]:
+        """Return a short SHA-256 of each parameter's bytes; a digest of this engine's own kind."""
+        return {name: digest(_raw_bytes(slot.place)) for name, slot in self._slots.items()}
 
 
 def _raw_bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return bytes(flat.numpy())
+    return bytes(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def digest(data: bytes) -> str:
@@ -142,10 +220,21 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def load_model(path: str, dtype: str, device: torch.device) -> Any:
-    """Load a causal language model for inference from a directory."""
-    from transformers import AutoModelForCausalLM
+def load_model(path: Path, dtype: str, device: torch.device, shard: Shard) -> Weights:
+    """Load a share of a causal language model for inference from a directory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    loader: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    model = loader(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return model.to(device).eval().requires_grad_(False)
+    load_config: Callable[..., Any] = AutoConfig.from_pretrained
+    config = load_config(path, local_files_only=True)
+    # Without memory first: nothing is initialised only to be overwritten.
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    shard.divide(model)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    model.tie_weights()
+    # The one part that no checkpoint holds.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    weights = Weights(model, shapes, shard)
+    weights.fill(path)
+    return weights

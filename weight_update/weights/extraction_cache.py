@@ -43,7 +43,7 @@ class ExtractionCache:
             return self._known.weights
         self._known = None  # what it refers to may be gone
         known = _Known.of(module, dtype) if is_plain(module) else None
-        if known is None or not known.alive():
+        if known is None or not known.weights or not known.alive():
             return extract_weights(module, dtype=dtype)
         self._known = known
         return known.weights

@@ -4,18 +4,16 @@
         --model-path DIR --port N
 
 Further arguments are SGLang's own and override the defaults below. With
-`EXIT_ON_STDIN_EOF=1` in the environment the server dies when its standard input closes, so
-that a parent holding the other end of a pipe cannot leave it behind, however it ends.
+`EXIT_ON_STDIN_EOF=1` in the environment the server dies when its standard input closes.
 """
 
 import os
-import signal
 import sys
-import threading
 
 # At the top and outside the main guard: SGLang spawns its workers, and each of them imports
 # this file again before it imports sglang.
 import sgl_cpu_patches  # noqa: F401
+from die_with_stdin import die_with_stdin
 
 CPU_ARGUMENTS = [
     *("--device", "cpu"),
@@ -27,20 +25,13 @@ CPU_ARGUMENTS = [
     *("--max-total-tokens", "8192"),
     *("--max-running-requests", "16"),
     "--disable-overlap-schedule",
+    "--sleep-on-idle",  # an idle scheduler takes a whole core otherwise
 ]
-
-
-def _die_with_stdin() -> None:
-    """Read standard input to its end, then kill this process; its workers follow it."""
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
     """Run the server until it is told to stop, and take its workers down with it."""
-    if os.environ.get("EXIT_ON_STDIN_EOF") == "1":
-        threading.Thread(target=_die_with_stdin, daemon=True).start()
+    die_with_stdin()
 
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args

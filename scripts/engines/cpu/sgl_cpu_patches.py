@@ -3,6 +3,9 @@
 Two packages that SGLang imports unconditionally have no CPU build worth installing:
 torchvision and sgl_kernel. Both get stand-ins here. No function of SGLang is replaced: with
 `SGLANG_USE_CPU_ENGINE=1` a plain Llama runs on torch operators alone.
+
+One set of patches serves SGLang 0.5.9, 0.5.15.post1 and 0.5.23; what only one of them needs
+says so, and does nothing in the others.
 """
 
 import os
@@ -19,6 +22,11 @@ TORCHVISION_MODULES = (
     "torchvision.transforms.functional",
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
+)
+
+KERNEL_MODULES = (
+    "sgl_kernel",
+    "sgl_kernel.kvcacheio",  # 0.5.9 imports it, and guards its imports of the others
 )
 
 
@@ -67,14 +75,31 @@ def _settle_transformers() -> None:
     import_utils.is_torchvision_v2_available()
 
 
+def _let_image_processors_register() -> None:
+    """SGLang 0.5.15 registers image processors at import, with a class that its transformers
+    cannot offer without torchvision: the stand-in for such a class takes registrations."""
+    from transformers.utils.import_utils import DummyObject
+
+    refuse = DummyObject.__getattribute__
+
+    def attribute(cls: type, name: str) -> Any:
+        return (lambda *_args, **_kwargs: None) if name == "register" else refuse(cls, name)
+
+    DummyObject.__getattribute__ = attribute
+
+
 def apply() -> None:
     """Set the environment and register the stand-ins."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # On busy cores, threads that wait for each other cost a tiny model far more than they give.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _settle_transformers()
+    _let_image_processors_register()
     for name in TORCHVISION_MODULES:
         _register(_Stub(name))
-    _register(_KernelStub("sgl_kernel"))
+    for name in KERNEL_MODULES:
+        _register(_KernelStub(name))
 
 
 apply()
