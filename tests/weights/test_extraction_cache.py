@@ -92,6 +92,29 @@ def replace_a_buffer(model: TwoLinears) -> None:
     model.steps = torch.ones(1)
 
 
+def turn_a_parameter_into_a_buffer(model: TwoLinears) -> None:
+    weight = model.first.weight.detach()
+    del model.first.weight
+    model.first.register_buffer("weight", weight)
+
+
+def make_a_buffer_temporary(model: TwoLinears) -> None:
+    model.register_buffer("steps", model.steps, persistent=False)
+
+
+def move_a_parameter_to_its_neighbour(model: TwoLinears) -> None:
+    model.second.extra, bias = model.first.bias, None
+    model.first.bias = bias
+
+
+def swap_two_children(model: TwoLinears) -> None:
+    model.first, model.second = model.second, model.first
+
+
+def swap_two_tensors(model: TwoLinears) -> None:
+    model.first.weight, model.second.weight = model.second.weight, model.first.weight
+
+
 CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     replace_a_parameter,
     swap_the_data,
@@ -103,6 +126,11 @@ CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     rename,
     cast,
     replace_a_buffer,
+    turn_a_parameter_into_a_buffer,
+    make_a_buffer_temporary,
+    move_a_parameter_to_its_neighbour,
+    swap_two_children,
+    swap_two_tensors,
 )
 
 

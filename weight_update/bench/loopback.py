@@ -120,7 +120,11 @@ def _engines(model: Any, jobs: LoopbackJobs, tell: Tell) -> Iterator[list[Refere
         engines = [
             started.enter_context(
                 ReferenceEngine(
-                    directory, device=device, startup_timeout=_START_SECONDS, wait=False
+                    directory,
+                    device=device,
+                    startup_timeout=_START_SECONDS,
+                    wait=False,
+                    threads=torch.get_num_threads(),
                 )
             )
             for device in jobs.engine_devices()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from weight_update.errors import WeightMismatchError
 from weight_update.weights.extract import extract_weights, from_state_dict, with_dtype
 from weight_update.weights.lora import is_plain
+from weight_update.weights.module_tree import Signature, flatten
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.specs import Weight
 
@@ -20,13 +21,13 @@ from weight_update.weights.specs import Weight
 class ExtractionCache:
     """Extracts weights, and remembers those of the last module.
 
-    A module whose ``state_dict`` holds the same tensors as before costs one walk over it. Models
-    with adapters and mappings are extracted anew each time.
+    A module that has the same tensors under the same names as before costs one walk over it.
+    Models with adapters, with a ``state_dict`` that makes tensors of its own, and mappings are
+    extracted anew each time.
 
     Example:
         >>> cache = ExtractionCache()
         >>> model = nn.Linear(1, 1)
-        >>> _ = cache.extract(model)
         >>> cache.extract(model) is cache.extract(model)
         True
     """
@@ -39,24 +40,18 @@ class ExtractionCache:
         if not isinstance(source, nn.Module):
             return extract_weights(source, dtype=dtype)
         module = unwrap(source)
-        if self._known is not None and self._known.holds_for(module, dtype):
-            return self._known.weights
-        self._known = None  # what it refers to may be gone
-        known = _Known.of(module, dtype) if is_plain(module) else None
-        if known is None or not known.weights or not known.alive():
-            return extract_weights(module, dtype=dtype)
-        self._known = known
-        return known.weights
+        if self._known is None or not self._known.holds_for(module, dtype):
+            self._known = _Known.of(module, dtype) if is_plain(module) else None
+        return extract_weights(module, dtype=dtype) if self._known is None else self._known.weights
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One tensor of a ``state_dict``, and what its spec was made from.
+    """One tensor of a module, and what its spec was made from.
 
     The reference is weak: a trainer that replaces its parameters must not hold them twice.
     """
 
-    name: str
     tensor: Callable[[], torch.Tensor | None]
     dtype: torch.dtype
     shape: torch.Size
@@ -64,59 +59,61 @@ class _Entry:
     address: int
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> _Entry:
-        reference = weakref.ref(tensor)
+    def of(cls, tensor: torch.Tensor) -> _Entry:
         address, stride = tensor.data_ptr(), tensor.stride()
-        return cls(name, reference, tensor.dtype, tensor.shape, stride, address)
-
-    def describes(self, name: str, tensor: torch.Tensor) -> bool:
-        return (
-            tensor is self.tensor()
-            and tensor.data_ptr() == self.address
-            and tensor.dtype is self.dtype
-            and tensor.shape == self.shape
-            and tensor.stride() == self.stride
-            and name == self.name
-        )
+        return cls(weakref.ref(tensor), tensor.dtype, tensor.shape, stride, address)
 
     def read(self) -> torch.Tensor:
         tensor = self.tensor()
         if tensor is None:
             raise WeightMismatchError(
-                f"{self.name!r} was replaced while an update ran",
+                f"a weight of shape {tuple(self.shape)} was replaced while an update ran",
                 phase="transfer",
                 remedy="do not change the model while an update runs",
             )
         return tensor.detach()
 
 
+def _is_as_before(entry: _Entry | None, tensor: torch.Tensor | None) -> bool:
+    if entry is None or tensor is None:
+        return entry is None and tensor is None
+    return (
+        tensor is entry.tensor()
+        and tensor.data_ptr() == entry.address
+        and tensor.dtype is entry.dtype
+        and tensor.shape == entry.shape
+        and tensor.stride() == entry.stride
+    )
+
+
 @dataclass(frozen=True)
 class _Known:
     dtype: torch.dtype | None
-    entries: tuple[_Entry, ...]
+    signature: Signature
+    entries: tuple[_Entry | None, ...]
     weights: tuple[Weight, ...]
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype | None) -> _Known | None:
-        state: Mapping[str, Any] = module.state_dict(keep_vars=True)
-        if not all(isinstance(value, torch.Tensor) for value in state.values()):
-            return None  # extra state has no identity to compare
-        entries = tuple(_Entry.of(name, tensor) for name, tensor in state.items())
-        by_name = {bare_name(entry.name): entry for entry in entries}
-        weakly = (
-            Weight(weight.spec, weight.device, by_name[weight.spec.name].read)
+        """What to remember of a module; None if its ``state_dict`` has other tensors than it."""
+        state = module.state_dict(keep_vars=True)
+        signature, tensors = flatten(module)
+        entries = tuple(None if tensor is None else _Entry.of(tensor) for tensor in tensors)
+        own = {id(tensor): entry for tensor, entry in zip(tensors, entries, strict=True)}
+        by_name = {bare_name(name): own.get(id(tensor)) for name, tensor in state.items()}
+        if not by_name or None in by_name.values():
+            return None
+        weakly = tuple(
+            with_dtype(Weight(weight.spec, weight.device, entry.read), dtype)
             for weight in from_state_dict(state)
+            if (entry := by_name[weight.spec.name])
         )
-        return cls(dtype, entries, tuple(with_dtype(weight, dtype) for weight in weakly))
-
-    def alive(self) -> bool:
-        """Whether the tensors are the module's own, and not made for one ``state_dict()``."""
-        return all(entry.tensor() is not None for entry in self.entries)
+        return cls(dtype, signature, entries, weakly)
 
     def holds_for(self, module: nn.Module, dtype: torch.dtype | None) -> bool:
-        state = module.state_dict(keep_vars=True)
+        signature, tensors = flatten(module)
         return (
             dtype == self.dtype
-            and len(state) == len(self.entries)
-            and all(map(_Entry.describes, self.entries, state.keys(), state.values()))
+            and signature == self.signature
+            and all(map(_is_as_before, self.entries, tensors))
         )
