@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from weight_update.bench import receiver
+from weight_update.bench.bare import BareBroadcasts
 from weight_update.bench.loopback import LoopbackJobs, digests, engine_digests, run_loopback
 from weight_update.bench.machine import PeakMemory
 from weight_update.bench.models import ModelShape, change
@@ -63,6 +66,25 @@ def test_rows_say_what_was_run(rows: dict[str, Any]):
     assert data["settings"]["tensors"] == 21
     assert data["versions"]["torch"] == torch.__version__
     assert data["machine"]["cores"] >= 1
+
+
+def test_every_row_says_what_identifies_it(rows: dict[str, Any]):
+    assert all({"machine", "versions", "settings"} <= set(row.to_dict()) for row in rows.values())
+
+
+def test_a_receiver_that_does_not_come_is_an_error_and_none_is_left(monkeypatch):
+    started = []
+    real = subprocess.Popen
+
+    def broken(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real([sys.executable, "-c", "raise SystemExit('no torch')"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", broken)
+    monkeypatch.setattr(receiver, "_PATIENCE", timedelta(seconds=2))
+    with pytest.raises(RuntimeError, match="no torch"), BareBroadcasts([torch.ones(1)], ["cpu"]):
+        pass
+    assert started[0].returncode is not None
 
 
 def test_a_small_run_promises_nothing(rows: dict[str, Any]):

@@ -22,6 +22,7 @@ class TwoLinears(nn.Module):
         self.first = nn.Linear(4, 4)
         self.second = nn.Linear(4, 4)
         self.register_buffer("steps", torch.zeros(1))
+        self.register_module("absent", None)
 
 
 def known(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[ExtractionCache, object]:
@@ -115,6 +116,17 @@ def swap_two_tensors(model: TwoLinears) -> None:
     model.first.weight, model.second.weight = model.second.weight, model.first.weight
 
 
+def move_a_child_to_an_absent_neighbour(model: TwoLinears) -> None:
+    model.absent, model.second = model.second, None
+
+
+def hook_the_state_dict(model: TwoLinears) -> None:
+    def rename(module, state, prefix, metadata):
+        state[f"{prefix}renamed"] = state.pop(f"{prefix}weight")
+
+    model.first.register_state_dict_post_hook(rename)
+
+
 CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     replace_a_parameter,
     swap_the_data,
@@ -131,6 +143,8 @@ CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     move_a_parameter_to_its_neighbour,
     swap_two_children,
     swap_two_tensors,
+    move_a_child_to_an_absent_neighbour,
+    hook_the_state_dict,
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,38 +30,57 @@ class BareBroadcasts:
     """
 
     def __init__(self, tensors: list[torch.Tensor], devices: list[str]) -> None:
-        self._tensors = tensors
-        self._flat: torch.Tensor | None = None
         first = tensors[0]
+        count = sum(tensor.numel() for tensor in tensors)
+        self._tensors = tensors
+        self._flat = torch.ones(count, dtype=first.dtype, device=first.device)
+        self._home = tempfile.TemporaryDirectory(prefix="weight-update-bench-")
         self._job = BareJob(
-            address=f"127.0.0.1:{_free_port()}",
+            rendezvous=str(Path(self._home.name) / "rendezvous"),
             world_size=1 + len(devices),
             shapes=[list(tensor.shape) for tensor in tensors],
             dtype=str(first.dtype).removeprefix("torch."),
             devices=[str(first.device), *devices],
         )
-        self._home = tempfile.TemporaryDirectory(prefix="weight-update-bench-")
         self._receivers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        """Starts the receivers and joins them."""
+        """Starts the receivers and joins them.
+
+        Raises:
+            RuntimeError: One did not come; the text has what it said.
+        """
         path = Path(self._home.name) / "job.json"
         self._job.save(path)
-        command = [sys.executable, "-m", "weight_update.bench.receiver", str(path)]
-        for rank in range(1, self._job.world_size):
-            self._receivers.append(subprocess.Popen([*command, str(rank)]))
-        device = self._job.join(0)
-        count = sum(tensor.numel() for tensor in self._tensors)
-        self._flat = torch.ones(count, dtype=self._tensors[0].dtype, device=device)
+        try:
+            for rank in range(1, self._job.world_size):
+                self._receivers.append(self._start(path, rank))
+            self._job.join(0)
+        except BaseException as error:
+            said = self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
+            self._end(patience=0.0)
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(f"the bare broadcasts did not start: {error}\n{said}") from error
+            raise
         return self
 
     def flat(self) -> float:
         """Seconds of one broadcast of all bytes."""
-        return self._timed(FLAT, [self._flat] if self._flat is not None else [])
+        return self._timed(FLAT, [self._flat])
 
     def each(self) -> float:
         """Seconds of one broadcast a tensor."""
         return self._timed(EACH, self._tensors)
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._home.name) / "receivers.log"
+
+    def _start(self, path: Path, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "weight_update.bench.receiver", str(path), str(rank)]
+        with self._log.open("ab") as log:
+            # Ctrl-C is for this process, whose end closes the group under the receivers.
+            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def _timed(self, order: int, tensors: list[torch.Tensor]) -> float:
         self._tell(order)
@@ -73,7 +91,7 @@ class BareBroadcasts:
         return time.perf_counter() - start
 
     def _tell(self, order: int) -> None:
-        dist.broadcast(torch.tensor([order], device=self._tensors[0].device), src=0)
+        dist.broadcast(torch.tensor([order], device=self._flat.device), src=0)
 
     def __exit__(
         self,
@@ -84,23 +102,15 @@ class BareBroadcasts:
         """Ends the receivers."""
         if kind is None:
             self._tell(QUIT)
+        self._end(patience=_END_SECONDS if kind is None else 0.0)
+
+    def _end(self, patience: float) -> None:
         for receiver in self._receivers:
-            self._end(receiver, patience=_END_SECONDS if kind is None else 0.0)
+            try:
+                receiver.wait(patience)
+            except subprocess.TimeoutExpired:
+                receiver.kill()
+                receiver.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._flat = None
         self._home.cleanup()
-
-    @staticmethod
-    def _end(receiver: subprocess.Popen[bytes], patience: float) -> None:
-        try:
-            receiver.wait(patience)
-        except subprocess.TimeoutExpired:
-            receiver.kill()
-            receiver.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

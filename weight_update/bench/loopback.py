@@ -158,9 +158,6 @@ class _UpdateJob:
             self.tell(f"{job}: {self.jobs.rounds} rounds")
             flat, each, report = self._rounds(sender)
         correct = self._correct()
-        if self.jobs.against == "torchrl" and number == 1:
-            self.tell(f"{job}: TorchRL's own scheme")
-            yield self._against_torchrl(job, flat, correct)
         identity = self._identity(report)
         aim, each_aim = self.jobs.aims(self.count)
         yield Row(
@@ -181,12 +178,16 @@ class _UpdateJob:
             correct=correct,
             identity=identity,
         )
+        if self.jobs.against == "torchrl" and number == 1:
+            self.tell(f"{job}: TorchRL's own scheme")
+            yield self._against_torchrl(job, flat, identity)
 
-    def _against_torchrl(self, job: str, ours: list[Pair], correct: bool) -> Row:
+    def _against_torchrl(self, job: str, ours: list[Pair], identity: dict[str, Any]) -> Row:
+        """TorchRL's updates come after ours, since they need a process of their own."""
         theirs = time_torchrl(ModelShape(self.count, self.jobs.nbytes), self.jobs.rounds)
         pairs = [Pair(a.seconds, b) for a, b in zip(ours, theirs, strict=True)]
         peer = f"TorchRL {metadata.version('torchrl')}"
-        return Row(f"{job}, against {peer}", peer, pairs, correct=correct, identity=self.identity)
+        return Row(f"{job}, against {peer}", peer, pairs, identity=identity)
 
     def _sender(self) -> SGLangWeightSender:
         urls = [engine.url for engine in self.engines]
@@ -229,18 +230,16 @@ class _UpdateJob:
         return self.jobs.bucket_bytes or default
 
     def _identity(self, report: UpdateReport) -> dict[str, Any]:
-        return self.identity | {
-            "settings": {
-                "bytes": report.bytes,
-                "tensors": report.tensors,
-                "buckets": report.buckets,
-                "bucket_bytes": self._bucket_bytes(),
-                "engines": len(self.engines),
-                "device": self.jobs.device,
-                "rounds": self.jobs.rounds,
-                "seconds_by_phase": report.seconds,
-            }
+        settings = {
+            "bytes": report.bytes,
+            "tensors": report.tensors,
+            "buckets": report.buckets,
+            "bucket_bytes": self._bucket_bytes(),
+            "engines": len(self.engines),
+            "device": self.jobs.device,
+            "rounds": self.jobs.rounds,
         }
+        return self.identity | {"settings": settings, "seconds_by_phase": report.seconds}
 
 
 def _timed_update(sender: SGLangWeightSender) -> tuple[float, UpdateReport]:

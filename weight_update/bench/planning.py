@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from weight_update.bench.rows import Pair, Row
+from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from weight_update.weights.extraction_cache import ExtractionCache
 
@@ -21,9 +24,11 @@ def planning_rows(model: Any, rounds: int, identity: Mapping[str, Any]) -> Itera
     weights = cache.extract(model)
     tensors = f"{len(weights):,} tensors"
     size = DEFAULT_BUCKET_BYTES["cpu"]
+    packs = BucketPacker(torch.device("cpu")).packs
+    identity = {**identity, "settings": {"tensors": len(weights), "rounds": rounds}}
 
     def plan() -> object:
-        return plan_buckets(weights, size)
+        return plan_buckets(weights, size, packs, even=True)
 
     def unchanged() -> object:
         if cache.extract(model) is not weights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,20 +16,24 @@ import torch.distributed as dist
 
 QUIT, FLAT, EACH = range(3)
 
+# A receiver that died while it imported torch must not be waited for half an hour; one that is
+# told nothing while an update runs is waited for as long.
+_PATIENCE = timedelta(minutes=5)
+
 
 @dataclass(frozen=True)
 class BareJob:
     """What both ends of the bare broadcasts agree on.
 
     Args:
-        address: Where rank 0 listens, as ``host:port``.
+        rendezvous: A path that all ranks see and nobody else uses.
         world_size: 1 + the number of receivers.
         shapes: Shapes of the tensors, in order.
         dtype: Name of their torch dtype.
         devices: Device of each rank.
     """
 
-    address: str
+    rendezvous: str
     world_size: int
     shapes: list[list[int]]
     dtype: str
@@ -41,9 +46,10 @@ class BareJob:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{self.address}",
+            init_method=f"file://{self.rendezvous}",
             rank=rank,
             world_size=self.world_size,
+            timeout=_PATIENCE,
         )
         return device
 

@@ -23,6 +23,7 @@ from weight_update.reference_engine import ReferenceEngine
 
 _SETTINGS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 _RELEASE = "0.5.15"
+_SECONDS = 900.0
 
 
 def torchrl_objection() -> str | None:
@@ -43,17 +44,25 @@ def time_torchrl(shape: ModelShape, rounds: int) -> list[float]:
         RuntimeError: Its process failed; the text has the end of what it said.
     """
     command = [sys.executable, "-m", "weight_update.bench.torchrl_peer"]
-    done = subprocess.run(
+    try:
+        done = _run(command, shape, rounds)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"TorchRL's scheme did not end in {_SECONDS:.0f} s") from error
+    if done.returncode:
+        raise RuntimeError(f"TorchRL's scheme failed: {done.stderr[-2000:]}")
+    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
+
+
+def _run(command: list[str], shape: ModelShape, rounds: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [*command, json.dumps(asdict(shape)), str(rounds)],
         env=os.environ | _SETTINGS,
         capture_output=True,
         text=True,
         check=False,
+        timeout=_SECONDS,
     )
-    if done.returncode:
-        raise RuntimeError(f"TorchRL's scheme failed: {done.stderr[-2000:]}")
-    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
 
 
 def _measure(shape: ModelShape, rounds: int) -> list[float]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Checkpoint:
         files = _files_of(self.directory) if index is None else _shards_of(self.directory, index)
         found = {file: tuple(_weights_of(file, reader)) for file in files}
         _refuse_duplicates(found)
-        self.weights: tuple[Weight, ...] = sum(found.values(), ())
+        self.weights: tuple[Weight, ...] = tuple(chain.from_iterable(found.values()))
         if index is not None:
             _match(self.directory / INDEX, index, {spec.name for spec in self.specs})
         _refuse_packed(self.directory, self.specs, quantised="quantization_config" in self.config())
@@ -249,7 +250,7 @@ def _missing_numbers(names: Sequence[str]) -> list[str]:
 def _refuse_missing(directory: Path, missing: Sequence[str]) -> None:
     if missing:
         raise ConfigurationError(
-            f"{directory} lacks {len(missing)} shard(s): {_some(missing)}",
+            f"{directory} lacks {len(missing)} shard(s): {some_of(missing)}",
             phase="plan",
             remedy=_SAVE_AGAIN,
         )
@@ -279,7 +280,7 @@ def _match(path: Path, index: Iterable[str], stored: set[str]) -> None:
     ):
         if names:
             raise WeightMismatchError(
-                f"{path} {what}: {_some(sorted(names))}", phase="plan", remedy=_SAVE_AGAIN
+                f"{path} {what}: {some_of(sorted(names))}", phase="plan", remedy=_SAVE_AGAIN
             )
 
 
@@ -301,5 +302,11 @@ def _refuse_packed(directory: Path, specs: Sequence[TensorSpec], *, quantised: b
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first names of many, for a message.
+
+    Example:
+        >>> some_of(["a", "b", "c", "d"])
+        "'a', 'b', 'c', ..."
+    """
     return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")

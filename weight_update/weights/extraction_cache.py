@@ -13,7 +13,7 @@ from torch import nn
 from weight_update.errors import WeightMismatchError
 from weight_update.weights.extract import extract_weights, from_state_dict, with_dtype
 from weight_update.weights.lora import is_plain
-from weight_update.weights.module_tree import Signature, flatten
+from weight_update.weights.module_tree import Signature, flatten, has_plain_state_dict
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.specs import Weight
 
@@ -22,8 +22,8 @@ class ExtractionCache:
     """Extracts weights, and remembers those of the last module.
 
     A module that has the same tensors under the same names as before costs one walk over it.
-    Models with adapters, with a ``state_dict`` that makes tensors of its own, and mappings are
-    extracted anew each time.
+    Models with adapters, or with a ``state_dict`` of their own making, and mappings are extracted
+    anew each time.
 
     Example:
         >>> cache = ExtractionCache()
@@ -41,7 +41,8 @@ class ExtractionCache:
             return extract_weights(source, dtype=dtype)
         module = unwrap(source)
         if self._known is None or not self._known.holds_for(module, dtype):
-            self._known = _Known.of(module, dtype) if is_plain(module) else None
+            plain = is_plain(module) and has_plain_state_dict(module)
+            self._known = _Known.of(module, dtype) if plain else None
         return extract_weights(module, dtype=dtype) if self._known is None else self._known.weights
 
 
@@ -95,7 +96,7 @@ class _Known:
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype | None) -> _Known | None:
-        """What to remember of a module; None if its ``state_dict`` has other tensors than it."""
+        """What to remember of a module; None if it has no weights, or not all are tensors."""
         state = module.state_dict(keep_vars=True)
         signature, tensors = flatten(module)
         entries = tuple(None if tensor is None else _Entry.of(tensor) for tensor in tensors)
@@ -106,7 +107,7 @@ class _Known:
         weakly = tuple(
             with_dtype(Weight(weight.spec, weight.device, entry.read), dtype)
             for weight in from_state_dict(state)
-            if (entry := by_name[weight.spec.name])
+            if (entry := by_name[weight.spec.name]) is not None
         )
         return cls(dtype, signature, entries, weakly)
 

@@ -10,7 +10,26 @@ from torch import Tensor, nn
 
 Signature = list[str | int]
 
-_PARAMETERS, _BUFFERS, _NOT_PERSISTENT, _CHILDREN = range(4)
+_PARAMETERS, _BUFFERS, _NOT_PERSISTENT, _CHILDREN, _ABSENT, _HOOKS = range(6)
+
+
+def has_plain_state_dict(module: nn.Module) -> bool:
+    """Whether its ``state_dict()`` is what it is made of: no hooks, no methods of its own.
+
+    Example:
+        >>> has_plain_state_dict(nn.Sequential(nn.Linear(1, 1)))
+        True
+    """
+    return all(
+        type(node).state_dict is nn.Module.state_dict
+        and type(node)._save_to_state_dict is nn.Module._save_to_state_dict
+        and not _hooks(node)
+        for node in module.modules()
+    )
+
+
+def _hooks(node: nn.Module) -> int:
+    return len(node._state_dict_hooks) + len(node._state_dict_pre_hooks)
 
 
 def flatten(module: nn.Module) -> tuple[Signature, list[Tensor | None]]:
@@ -36,10 +55,13 @@ def flatten(module: nn.Module) -> tuple[Signature, list[Tensor | None]]:
     while stack:
         node = stack.pop()
         if node is None:
+            signature.append(_ABSENT)
             continue
         signature += node._parameters
         signature.append(_PARAMETERS)  # always, so that it ends the module before
         tensors += node._parameters.values()
+        if node._state_dict_hooks or node._state_dict_pre_hooks:
+            signature += (_hooks(node), _HOOKS)
         if node._buffers:
             signature += (*node._buffers, _BUFFERS)
             signature += (*node._non_persistent_buffers_set, _NOT_PERSISTENT)

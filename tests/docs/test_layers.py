@@ -1,0 +1,80 @@
+"""Each room imports what the map of the code allows, and nothing else of ours."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "weight_update"
+
+BASE = {"errors", "options", "report", "waiting"}
+PUBLIC = {"__init__", "errors", "options", "report"}
+MAY_IMPORT = {
+    "errors": BASE,
+    "options": BASE,
+    "report": BASE,
+    "waiting": BASE,
+    "weights": BASE,
+    "transports": BASE | {"weights"},
+    "engines": BASE | {"weights"},
+    "update": BASE | {"weights"},
+    "schemes": BASE | {"weights", "transports", "engines", "update"},
+    "reference_engine": set(),
+    "demo": PUBLIC | {"reference_engine"},
+    "bench": PUBLIC | {"reference_engine", "weights", "transports"},
+}
+ANY = {"__init__", "cli"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "weight_update":
+                yield parts[1] if len(parts) > 1 else "__init__"
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_room_is_on_the_map():
+    assert {room_of(path) for path in FILES} == set(MAY_IMPORT) | ANY
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_what_its_room_may(path: Path):
+    room = room_of(path)
+    if room in ANY:
+        return
+    assert set(imported_rooms(path)) <= MAY_IMPORT[room] | {room}
+
+
+@pytest.mark.parametrize(
+    ("names", "home"),
+    [
+        ("torch._C", "transports/torch_private.py"),
+        ("_parameters _modules _state_dict_hooks", "weights/module_tree.py"),
+    ],
+)
+def test_private_names_of_torch_have_one_home(names: str, home: str):
+    wanted = set(names.split())
+    users = {path for path in FILES if wanted & set(private_names(path))}
+
+    assert users == {PACKAGE / home}
+
+
+def private_names(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._C"):
+            yield "torch._C"
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
