@@ -70,7 +70,7 @@ class WeightUpdateError(RuntimeError):
             lines = (str(o).removesuffix(f": {self.message}") for o in outcomes)
             text += "".join(f"\n  {line}" for line in lines)
             if any(outcome.held for outcome in self.report.engines.values()):
-                text += "\n  next: update_weights() again; a full push heals and resumes them"
+                text += "\n  next: push again; a whole model heals and resumes them"
         return text
 
 

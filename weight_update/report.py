@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -77,6 +77,9 @@ class Progress:
     bytes_total: int
     bucket: int
     buckets: int
+
+
+ProgressHook = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)

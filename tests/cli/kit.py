@@ -27,6 +27,7 @@ PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
 TOKENS = 8
 UPDATE = "/update_weights_from_distributed"
 PAUSE = "/pause_generation"
+JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 
 
 @cache
@@ -126,15 +127,25 @@ def wait_for(condition: Callable[[], Any], seconds: float = 90.0) -> None:
 
 
 class Log:
-    """What an engine was asked since this object was made."""
+    """What an engine was asked since this object was made.
+
+    A command does not wait until the engine has left its group, so that the request of an
+    earlier command may arrive late: leaves of groups that were not joined since are left out.
+    """
 
     def __init__(self, engine: ReferenceEngine) -> None:
         self._engine = engine
-        self._start = len(engine.requests())
+        self.start = len(engine.requests())
 
     def asked(self) -> list[tuple[str, str]]:
         """Method and path of each request."""
-        return [(r["method"], r["path"]) for r in self._engine.requests()[self._start :]]
+        asked = self._engine.requests()[self.start :]
+        joined = {r["json"]["group_name"] for r in asked if r["path"] == JOIN}
+        return [
+            (r["method"], r["path"])
+            for r in asked
+            if r["path"] != LEAVE or r["json"]["group_name"] in joined
+        ]
 
     def count(self, path: str) -> int:
         """How often a route was posted to."""

@@ -53,16 +53,42 @@ def test_the_command_stands_beside_the_environments_python() -> None:
     assert done.stdout == f"weight-update {weight_update.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["push", "doctor", "demo"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench loopback"])
 def test_help_teaches(command: str) -> None:
-    text = run(command, "--help").out
+    text = run(*command.split(), "--help").out
     assert "Example:" in text
-    assert "Exit codes:" in text
+    assert "Exit codes:" in text or command == "bench"  # which only lists its commands
     examples = [
         line for line in text.splitlines() if line.startswith(f"    weight-update {command}")
     ]
     assert examples
     assert all(len(shlex.split(line)) >= 2 for line in examples)
+
+
+@pytest.mark.parametrize("arguments", [["demo"], ["bench", "loopback"]], ids=" ".join)
+@pytest.mark.parametrize("lacking", ["transformers", "starlette", "uvicorn"])
+def test_a_command_without_its_extra_says_what_to_install(
+    arguments: list[str], lacking: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules[sys.argv.pop(1)] = None  # as if it were not installed\n"
+        "from weight_update.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, lacking, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"{lacking} is not installed. weight-update {arguments[0]} needs: "
+        'pip install "weight-update[demo]"\n'
+    )
 
 
 @pytest.mark.parametrize("command", ["push", "doctor"])

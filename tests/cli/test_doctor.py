@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from weight_update.cli import doctor_facts
 from weight_update.reference_engine import ReferenceEngine
 
 from . import kit
@@ -199,6 +202,48 @@ def test_an_address_of_another_host_is_a_problem(engine: ReferenceEngine) -> Non
     ended = run("doctor", *servers(engine), "--master-address", "192.0.2.1", "--json")
     assert ended.code == 1
     assert "192.0.2.1" in problems(ended)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A host whose name is looked up until the test ends."""
+    name, ended, look_up = "hanging.example", threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host == name:
+            ended.wait(60)
+            raise socket.gaierror("no answer")
+        return look_up(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(doctor_facts, "_GRACE_SECONDS", 0.5)
+    yield name
+    ended.set()
+
+
+@pytest.mark.parametrize("command", ["doctor", "push"])
+def test_a_name_whose_look_up_hangs_is_a_problem(
+    hanging: str, checkpoints: Checkpoints, command: str
+) -> None:
+    url = f"http://{hanging}:30000"
+    rest = ("--json",) if command == "doctor" else (checkpoints.b, "--dry-run", "--json")
+    ended = run(command, "--server", url, "--timeout", 0.5, *rest)
+
+    assert ended.code == 1
+    found = ended.json if command == "doctor" else ended.json["doctor"]
+    assert found["servers"][0]["reachable"] is False
+    assert {
+        "what": "no answer in time",
+        "where": url,
+        "remedy": "check the name and the network",
+    } in found["problems"]
+
+
+def test_a_master_address_whose_look_up_hangs_is_a_problem(hanging: str) -> None:
+    with impostor({}) as url:
+        ended = run("doctor", "--server", url, "--master-address", hanging, "--json")
+    assert ended.code == 1
+    assert f"{hanging}: its name is not looked up in time" in problems(ended)
 
 
 @pytest.mark.parametrize(

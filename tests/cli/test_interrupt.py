@@ -20,7 +20,7 @@ def stuck(
     engine: ReferenceEngine, checkpoints: Checkpoints
 ) -> Iterator[tuple[ReferenceEngine, subprocess.Popen[str]]]:
     """A push that is in the middle of its transfer: one bucket in, the next one slow."""
-    engine.inject(Fault(kit.UPDATE, "slow", seconds=5.0, after=1, times=1))
+    engine.inject(Fault(kit.UPDATE, "slow", seconds=20.0, after=1, times=1))
     log = kit.Log(engine)
     command = kit.start(
         *("push", *servers(engine), checkpoints.b, "--json"),

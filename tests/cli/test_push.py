@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 
+from weight_update import WeightUpdateError
+from weight_update.cli.output import Exit
+from weight_update.cli.push import _failed
+from weight_update.errors import Phase
 from weight_update.reference_engine import Fault, ReferenceEngine
+from weight_update.report import EngineOutcome, EngineState
 
 from . import kit
 from .kit import Checkpoints, run, served, servers, tokens_of
@@ -205,7 +213,42 @@ def test_wrong_arguments_are_a_matter_of_usage(arguments: list[str]) -> None:
     assert "Error" in ended.err
 
 
+def test_a_late_leave_of_an_earlier_command_is_none_of_a_later_ones_requests(
+    engine: ReferenceEngine,
+) -> None:
+    log = kit.Log(engine)
+    with suppress(RuntimeError):  # the engine is in no such group
+        engine.call("POST", kit.LEAVE, {"group_name": "earlier"}, timeout=20)
+    kit.wait_for(lambda: len(engine.requests()) > log.start)
+    assert log.asked() == []
+
+
 # -- failures -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "paused", "code"),
+    [
+        ("plan", "mixed", True, Exit.FAILED),
+        ("connect", "unreachable", False, Exit.FAILED),
+        ("transfer", "old", False, Exit.FAILED),
+        ("transfer", "mixed", True, Exit.UNCLEAN),
+        ("pause", "old", True, Exit.UNCLEAN),
+        ("continue", "new", True, Exit.UNCLEAN),
+        ("begin", "unreachable", False, Exit.UNCLEAN),
+    ],
+)
+def test_the_exit_code_tells_whether_a_touched_server_is_left_unclean(
+    phase: Phase, state: str, paused: bool, code: Exit
+) -> None:
+    outcome = EngineOutcome("http://a:1", EngineState(state), None, paused=paused)
+    sender: Any = SimpleNamespace(engines={outcome.url: outcome})
+    job: Any = SimpleNamespace(as_json=False)
+
+    with pytest.raises(typer.Exit) as ended:
+        _failed(job, WeightUpdateError("broken", phase=phase), sender)
+
+    assert ended.value.exit_code == code
 
 
 def test_a_refused_update_is_told_in_the_engines_words_and_leaves_it_old(

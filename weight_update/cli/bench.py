@@ -8,15 +8,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weight_update.cli.output import Exit, console, give, result_on_stdout, say, usage
+from weight_update.cli.output import (
+    Exit,
+    console,
+    give,
+    needs_extra,
+    result_on_stdout,
+    say,
+    usage,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from weight_update.bench.rows import Row
 
+HELP = """\
+Measure updates on this machine, beside what the link allows in the same run.
+
+\b
+Example:
+  weight-update bench loopback --tensors 300 --engines 1 --gigabytes 0.05 --rounds 3
+"""
+
 app = typer.Typer(
-    help="Measure updates on this machine, beside what the link allows in the same run.",
+    help=HELP,
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -35,7 +51,7 @@ rounds; the table shows the round with the median ratio. Afterwards every tensor
 engine is compared bit for bit.
 
 \b
-All jobs (some minutes, 6 GB of memory), and a quick look:
+Example: all jobs (some minutes, 6 GB of memory), and a quick look
   weight-update bench loopback
   weight-update bench loopback --tensors 300 --engines 1 --gigabytes 0.05 --rounds 3
 
@@ -75,6 +91,7 @@ def loopback(
     ] = False,
 ) -> None:
     """Updates reference engines on this host."""
+    needs_extra("weight-update bench")
     from weight_update.bench.loopback import GIGABYTE, LoopbackJobs, run_loopback
 
     jobs = LoopbackJobs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from enum import StrEnum
@@ -11,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weight_update.cli.output import Exit, console, usage
+from weight_update.cli.output import Exit, console, needs_extra, usage
 
 if TYPE_CHECKING:
     from weight_update.demo.run import Options
-
-_NEEDED = ("transformers", "starlette", "uvicorn")
 
 HELP = """\
 Train a tiny policy whose weights reach a live engine after every step, and prove it.
@@ -94,11 +91,7 @@ def demo(
 ) -> None:
     """Train a tiny policy whose weights reach a live engine after every step, and prove it."""
     started = time.perf_counter()
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        needs = 'The demo needs: pip install "weight-update[demo]"'
-        typer.echo(f"{missing[0]} is not installed. {needs}")
-        raise typer.Exit(Exit.FAILED)
+    needs_extra("weight-update demo")
     try:
         # Before anything else, so that no older report can be taken for this run's.
         _write(report, {"proven": False, "error": "the demo did not finish"})

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weight_update.cli.doctor_checks import Diagnosis
+    from weight_update.options import UpdateOptions
 
 
 HELP = """\
@@ -69,14 +70,18 @@ def doctor(
     ca_file: options.CaFile = None,
 ) -> None:
     """Say what is found on servers, and whether an update would work. Changes nothing."""
-    diagnosis = examine(
-        server,
-        checkpoint,
-        pause_mode=pause_mode,
-        timeout=timeout,
-        address=(master_address, master_port),
-        ca_file=ca_file,
-    )
+    from weight_update.cli.doctor_checks import diagnose
+    from weight_update.cli.doctor_facts import ModelFacts, check_facts
+    from weight_update.errors import ConfigurationError
+    from weight_update.options import parse_server_urls
+
+    try:
+        urls = parse_server_urls(server)
+        chosen = _options(pause_mode, timeout, (master_address, master_port), ca_file)
+    except ConfigurationError as error:
+        usage(str(error))
+    model = None if checkpoint is None else ModelFacts.at(checkpoint)
+    diagnosis = diagnose(check_facts(urls, chosen, model))
     if as_json:
         give(diagnosis.to_dict())
     else:
@@ -84,52 +89,26 @@ def doctor(
     raise typer.Exit(Exit.OK if diagnosis.ok else Exit.FAILED)
 
 
-def examine(
-    server: list[str],
-    checkpoint: Path | None,
-    *,
+def _options(
     pause_mode: options.PauseMode | None,
     timeout: float,
     address: tuple[str | None, int | None],
     ca_file: Path | None,
-) -> Diagnosis:
-    """Gathers the facts and judges them; ends the command over a wrong argument."""
-    from weight_update.cli.doctor_checks import diagnose
-    from weight_update.cli.doctor_facts import ModelFacts, gather
-    from weight_update.errors import ConfigurationError
-    from weight_update.options import (
-        MASTER_ADDRESS_VARIABLE,
-        HttpOptions,
-        UpdateOptions,
-        parse_server_urls,
-        read_text,
-    )
+) -> UpdateOptions:
+    from weight_update.options import MASTER_ADDRESS_VARIABLE, HttpOptions, UpdateOptions, read_text
 
-    try:
-        urls = parse_server_urls(server)
-        http = HttpOptions.read(
+    return UpdateOptions(
+        master_address=address[0] or read_text(MASTER_ADDRESS_VARIABLE),
+        master_port=address[1],
+        pause_mode=None if pause_mode is None else pause_mode.value,
+        timeout=timeout,
+        http=HttpOptions.read(
             None,
             None,
             tls_verify=True,
             ca_file=None if ca_file is None else str(ca_file),
             use_proxies=False,
-        )
-        chosen = UpdateOptions(
-            pause_mode=None if pause_mode is None else pause_mode.value,
-            master_port=address[1],
-            timeout=timeout,
-        )
-    except ConfigurationError as error:
-        usage(str(error))
-    return diagnose(
-        gather(
-            urls,
-            http,
-            seconds=timeout,
-            pause_mode=chosen.effective_pause_mode(),
-            address=(address[0] or read_text(MASTER_ADDRESS_VARIABLE), address[1]),
-            model=None if checkpoint is None else ModelFacts.at(checkpoint),
-        )
+        ),
     )
 
 

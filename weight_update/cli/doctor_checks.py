@@ -59,17 +59,21 @@ def diagnose(facts: Facts) -> Diagnosis:
 
 def misfits(facts: Facts) -> list[Finding]:
     """What servers say that keeps the checkpoint from fitting; of those that could be asked."""
-    if facts.model is None or facts.model.specs is None:
-        return []
-    found = [
+    return [
         finding
         for server in facts.servers
         if not any(reach_findings(server)) and server.status == 200
-        for finding in weight_findings(
-            server, facts.model.specs, facts.model.config, facts.served.get(server.url)
-        )
+        for finding in _fit_findings(server, facts)
+        if finding.level == "problem"
     ]
-    return [finding for finding in found if finding.level == "problem"]
+
+
+def _fit_findings(server: ServerFacts, facts: Facts) -> Iterator[Finding]:
+    """How the checkpoint fits a server, if there is one that can be read."""
+    model = facts.model
+    if model is not None and model.specs is not None:
+        served = facts.served.get(server.url)
+        yield from weight_findings(server, model.specs, model.config, served)
 
 
 def findings_of(server: ServerFacts, facts: Facts) -> list[Finding]:
@@ -83,9 +87,7 @@ def findings_of(server: ServerFacts, facts: Facts) -> list[Finding]:
     found += release_findings(server, facts.pause_mode)
     found += state_findings(server)
     found += way_back_findings(server, facts.address)
-    if facts.model is not None and facts.model.specs is not None:
-        served = facts.served.get(server.url)
-        found += weight_findings(server, facts.model.specs, facts.model.config, served)
+    found += _fit_findings(server, facts)
     return found
 
 

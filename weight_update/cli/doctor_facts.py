@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from weight_update.engines.sglang_probe import ServerFacts, probe
 from weight_update.errors import ConfigurationError, WeightUpdateError
-from weight_update.options import HttpOptions
+from weight_update.options import UpdateOptions
 from weight_update.transports.address import check_address, choose_address, listen
-from weight_update.waiting import spawn
+from weight_update.waiting import Deadline, spawn
 from weight_update.weights.checkpoint import Checkpoint, read_config
 from weight_update.weights.specs import TensorSpec
+
+T = TypeVar("T")
 
 # Past a server's own time, so that it is the probe that ends, and says why.
 _GRACE_SECONDS = 5.0
@@ -93,36 +96,58 @@ class Facts:
     has_keys: bool = False
 
 
-def gather(
-    urls: Sequence[str],
-    http: HttpOptions,
-    *,
-    seconds: float,
-    pause_mode: str,
-    address: tuple[str | None, int | None] = (None, None),
-    model: ModelFacts | None = None,
+def check_facts(
+    urls: Sequence[str], options: UpdateOptions, model: ModelFacts | None = None
 ) -> Facts:
     """Asks all servers at once; changes nothing on any of them.
 
     Args:
         urls: The servers.
-        http: Keys, TLS and proxies.
-        seconds: Time for each server.
-        pause_mode: How an update would pause.
-        address: Address and port of the rendezvous, as far as they were chosen.
+        options: How an update would be done; ``timeout`` is the time for each server.
         model: The checkpoint to compare with, if any.
     """
     vectors = None if model is None or model.specs is None else vectors_of(model.specs)
-    calls = [spawn(lambda url=url: probe(url, http, seconds, vectors=vectors)) for url in urls]
-    servers = tuple(call.result(seconds + _GRACE_SECONDS) for call in calls)
+    patience = Deadline(options.timeout + _GRACE_SECONDS)
+    calls = {url: spawn(_ask, url, options, vectors) for url in urls}
+    answers = [_settled(call, patience, (_silent(url), None)) for url, call in calls.items()]
+    servers = tuple(server for server, _ in answers)
     return Facts(
         servers=servers,
-        address=address_facts(urls, *address),
+        address=_rendezvous({server.url: at for server, at in answers if at}, options),
         model=model,
         served=served_models(servers) if model else {},
-        pause_mode=pause_mode,
-        has_keys=bool(http.api_key or http.admin_api_key),
+        pause_mode=options.effective_pause_mode(),
+        has_keys=bool(options.http.api_key or options.http.admin_api_key),
     )
+
+
+def _ask(
+    url: str, options: UpdateOptions, vectors: Sequence[str] | None
+) -> tuple[ServerFacts, str | None]:
+    """What a server says, and its address; a look-up of a name has no time limit of its own."""
+    deadline = Deadline(options.timeout)
+    address = _resolved(url)
+    return probe(url, options.http, deadline.remaining(), vectors=vectors), address
+
+
+def _silent(url: str) -> ServerFacts:
+    return ServerFacts(
+        url, unreachable="no answer in time", advice="check the name and the network"
+    )
+
+
+def _settled(call: Future[T], patience: Deadline, otherwise: T) -> T:
+    try:
+        return call.result(patience.remaining())
+    except TimeoutError:
+        return otherwise
+
+
+def _rendezvous(servers: Mapping[str, str], options: UpdateOptions) -> AddressFacts:
+    address, port = options.master_address, options.master_port
+    late = AddressFacts(address or "", port, "its name is not looked up in time", servers)
+    call = spawn(address_facts, servers, address, port)
+    return _settled(call, Deadline(_GRACE_SECONDS), late)
 
 
 def vectors_of(specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -131,15 +156,35 @@ def vectors_of(specs: Mapping[str, TensorSpec]) -> list[str]:
     return sorted(flat, key=lambda name: "norm" not in name)[:8]
 
 
-def address_facts(urls: Sequence[str], address: str | None, port: int | None) -> AddressFacts:
-    """Chooses the address as an update would, and listens on it for a moment."""
-    servers = {url: found for url in urls if (found := _resolved(url))}
+def address_facts(
+    servers: Mapping[str, str], address: str | None, port: int | None
+) -> AddressFacts:
+    """Chooses the address as an update would, and listens on it for a moment.
+
+    Args:
+        servers: The address of each server whose name resolves, by URL.
+        address: The address that was asked for, if one was.
+        port: The port likewise.
+    """
+    if not (address or servers):
+        return AddressFacts("", port, "no server's name resolves, so no route leads to one")
     try:
-        chosen = check_address(address) if address else choose_address(urls)
+        chosen = check_address(address) if address else choose_address(_numeric(servers))
         listen(chosen, port).close()
     except ConfigurationError as error:
         return AddressFacts(address or "", port, error.message, servers)
     return AddressFacts(chosen, port, servers=servers)
+
+
+def _numeric(servers: Mapping[str, str]) -> list[str]:
+    """URLs that need no look-up.
+
+    Example:
+        >>> _numeric({"http://a:1": "10.0.0.5", "http://b": "fd00::5"})
+        ['http://10.0.0.5:1', 'http://[fd00::5]:80']
+    """
+    hosts = {url: f"[{at}]" if ":" in at else at for url, at in servers.items()}
+    return [f"http://{host}:{urlsplit(url).port or 80}" for url, host in hosts.items()]
 
 
 def _resolved(url: str) -> str | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weight_update.cli.doctor_facts import ModelFacts
 from weight_update.cli.findings import Finding
 from weight_update.engines.sglang_probe import ServerFacts
+from weight_update.weights.checkpoint import some_of
 from weight_update.weights.specs import TensorSpec
 
 # Architectures whose fused names were read in SGLang's source; of others, a name that does not
@@ -59,13 +60,12 @@ def name_findings(
             yield Finding(
                 "unknown",
                 f"whether {len(unknown) + len(lacking)} name(s) fit, such as "
-                f"{_some([*unknown, *lacking])}: its own names for them are not known here",
+                f"{some_of([*unknown, *lacking])}: its own names for them are not known here",
                 server.url,
             )
             return
     elif served is not None and served.specs is not None:
         unknown, lacking = compare_names(specs, frozenset(served.specs), tied=tied)
-        lacking = [name for name in lacking if not _is_skipped(name, tied)]
     else:
         why = server.names_unknown or "it does not say"
         yield Finding("unknown", f"which weights it has ({why})", server.url)
@@ -83,10 +83,14 @@ def _misnamed(url: str, unknown: Sequence[str], lacking: Sequence[str]) -> Itera
     remedy = "push a checkpoint of the model that the server serves, with its names"
     if unknown:
         what = "of the checkpoint are not the server's, which would ignore them"
-        yield Finding("problem", f"{len(unknown)} weight(s) {what}: {_some(unknown)}", url, remedy)
+        yield Finding(
+            "problem", f"{len(unknown)} weight(s) {what}: {some_of(unknown)}", url, remedy
+        )
     if lacking:
         what = "of the server are not in the checkpoint, and would stay old"
-        yield Finding("problem", f"{len(lacking)} weight(s) {what}: {_some(lacking)}", url, remedy)
+        yield Finding(
+            "problem", f"{len(lacking)} weight(s) {what}: {some_of(lacking)}", url, remedy
+        )
 
 
 def compare_names(
@@ -104,8 +108,9 @@ def compare_names(
         (['x'], ['norm'])
     """
     homes = {name: _home(name, runtime) for name in names}
-    unknown = [n for n, home in homes.items() if home not in runtime and not _is_skipped(n, tied)]
-    return sorted(unknown), sorted(runtime - set(homes.values()))
+    unknown = {name for name, home in homes.items() if home not in runtime}
+    lacking = runtime - set(homes.values())
+    return _loaded(unknown, tied), _loaded(lacking, tied)
 
 
 def _home(name: str, runtime: frozenset[str]) -> str:
@@ -116,9 +121,10 @@ def _home(name: str, runtime: frozenset[str]) -> str:
     return name
 
 
-def _is_skipped(name: str, tied: bool) -> bool:
-    """Loaders skip what they compute themselves, and a tied output layer."""
-    return "rotary_emb." in name or (tied and name.rpartition("lm_head.")[2] == "weight")
+def _loaded(names: Iterable[str], tied: bool) -> list[str]:
+    """Without what loaders compute themselves, and without a tied output layer."""
+    loaded = (name for name in names if "rotary_emb." not in name)
+    return sorted(name for name in loaded if not (tied and name.endswith("lm_head.weight")))
 
 
 def shape_findings(
@@ -183,7 +189,3 @@ def dtype_findings(server: ServerFacts, specs: Mapping[str, TensorSpec]) -> Iter
             server.url,
             f"push with --dtype {theirs} to send what it keeps",
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")

@@ -28,7 +28,7 @@ Exit codes of every command:
   0    it worked
   1    it did not, and the text says why
   2    wrong arguments
-  3    push: it did not, and a server was left mixed, paused or unreachable
+  3    push: it failed after servers were touched, and left one mixed, paused or unreachable
   130  interrupted (Ctrl-C); 143 after SIGTERM
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_DEMO_EXTRA = ("transformers", "starlette", "uvicorn")
+
+
 class Exit(IntEnum):
     """Exit codes of every command."""
 
@@ -26,6 +30,7 @@ class Exit(IntEnum):
     USAGE = 2
     UNCLEAN = 3
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 def say(text: str) -> None:
@@ -42,6 +47,14 @@ def usage(message: str) -> NoReturn:
     """Ends the command over a wrong argument."""
     say(f"Error: {message}")
     raise typer.Exit(Exit.USAGE)
+
+
+def needs_extra(command: str) -> None:
+    """Ends a command whose extra, ``[demo]``, is not installed."""
+    missing = [name for name in _DEMO_EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        say(f'{missing[0]} is not installed. {command} needs: pip install "weight-update[demo]"')
+        raise typer.Exit(Exit.FAILED)
 
 
 def console(*, stderr: bool = False) -> Console:

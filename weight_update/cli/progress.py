@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from weight_update.cli.output import console, say
 
 if TYPE_CHECKING:
-    from weight_update.report import Progress
-
-Hook = Callable[["Progress"], None]
+    from weight_update.report import Progress, ProgressHook
 
 _LINES = 10
 
 
 @contextmanager
-def shown(*, quiet: bool) -> Iterator[Hook | None]:
+def shown(*, quiet: bool) -> Iterator[ProgressHook | None]:
     """A progress hook for ``update_weights()``; None when nothing is to be shown."""
     if quiet:
         yield None
@@ -30,7 +28,7 @@ def shown(*, quiet: bool) -> Iterator[Hook | None]:
 
 
 @contextmanager
-def _bar() -> Iterator[Hook]:
+def _bar() -> Iterator[ProgressHook]:
     from rich import progress
 
     columns = (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from weight_update.weights.checkpoint import Checkpoint
 
 _CHECK_SECONDS = 20.0
+# Phases in which an update has changed nothing on any server yet.
+_BEFORE_ANY_SERVER = ("configure", "plan", "connect")
 
 HELP = """\
 Hot-swap a checkpoint into live servers, which go on serving.
@@ -49,10 +50,10 @@ too. Progress goes to standard error.
 \b
 Exit codes:
   0    every server generates with the new weights
-  1    refused or failed; no server is left unclean
+  1    refused, or failed before any server was touched, or every server is as it was
   2    wrong arguments
-  3    failed, and a server is left mixed, paused or unreachable; the text says which.
-       Push again: a whole checkpoint heals and resumes it
+  3    failed after servers were touched, and one is left mixed, paused or unreachable; the
+       text says which. Push again: a whole checkpoint heals and resumes it
   130  interrupted (143: terminated); the text says what every server holds
 
 \b
@@ -137,7 +138,7 @@ def push(
             master_address=master_address,
             master_port=master_port,
             device=device,
-            pause_mode=pause_mode,
+            pause_mode=None if pause_mode is None else pause_mode.value,
             bucket_bytes=bucket_bytes,
             dtype=dtype,
             timeout=timeout,
@@ -187,7 +188,9 @@ def _opened(job: Job) -> Checkpoint:
     from weight_update.weights.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(job.directory)
-    if job.scheme.dtype is not None and any(s.dtype.itemsize == 1 for s in _floats(checkpoint)):
+    if job.scheme.dtype is not None and any(
+        spec.dtype.is_floating_point and spec.dtype.itemsize == 1 for spec in checkpoint.specs
+    ):
         raise ConfigurationError(
             f"{job.directory} holds float8 weights, which mean nothing without their scales: "
             "they cannot be cast",
@@ -197,26 +200,16 @@ def _opened(job: Job) -> Checkpoint:
     return checkpoint
 
 
-def _floats(checkpoint: Checkpoint) -> list[Any]:
-    return [spec for spec in checkpoint.specs if spec.dtype.is_floating_point]
-
-
 # -- before anything is sent --------------------------------------------------------------
 
 
 def _facts(job: Job, checkpoint: Checkpoint) -> Facts:
-    from weight_update.cli.doctor_facts import ModelFacts, gather
+    from weight_update.cli.doctor_facts import ModelFacts, check_facts
     from weight_update.options import parse_server_urls
 
     chosen = job.scheme.options
-    return gather(
-        parse_server_urls(job.scheme.server_url),
-        chosen.http,
-        seconds=min(chosen.timeout, _CHECK_SECONDS),
-        pause_mode=chosen.effective_pause_mode(),
-        address=(chosen.master_address, chosen.master_port),
-        model=ModelFacts.of(checkpoint),
-    )
+    quick = replace(chosen, timeout=min(chosen.timeout, _CHECK_SECONDS))
+    return check_facts(parse_server_urls(job.scheme.server_url), quick, ModelFacts.of(checkpoint))
 
 
 def _refuse_misfit(job: Job, checkpoint: Checkpoint) -> None:
@@ -290,9 +283,9 @@ def _failed(job: Job, error: WeightUpdateError, sender: SGLangWeightSender | Non
             "remedy": error.remedy,
         }
         give({**report, "error": what})
-    say(str(error).replace("update_weights() again", "push again"))
+    say(str(error))
     outcomes = [] if sender is None else list(sender.engines.values())
-    touched = error.phase not in ("configure", "plan", "connect")
+    touched = error.phase not in _BEFORE_ANY_SERVER
     raise typer.Exit(Exit.UNCLEAN if touched and _unclean(outcomes) else Exit.FAILED)
 
 
@@ -310,6 +303,5 @@ def _interrupted(job: Job, interrupt: KeyboardInterrupt, sender: SGLangWeightSen
         say(f"  {outcome}")
     if _unclean(list(outcomes.values())):
         say("  next: push again; a whole checkpoint heals and resumes them")
-    with suppress(Exception):
-        sender.shutdown()
-    raise typer.Exit(143 if isinstance(interrupt, Terminated) else Exit.INTERRUPTED)
+    terminated = isinstance(interrupt, Terminated)
+    raise typer.Exit(Exit.TERMINATED if terminated else Exit.INTERRUPTED)

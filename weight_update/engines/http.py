@@ -110,12 +110,19 @@ class EngineHttp:
         """The error that an answer means, with a bounded part of the engine's own words."""
         response.request.headers.pop("Authorization", None)
         return EngineRejected(
-            f"{response.request.path_url} answered {response.status_code}: {words_of(response)}",
+            f"{response.request.path_url} answered {response.status_code}: {self.words(response)}",
             engine=self.url,
             phase=phase,
             remedy=_remedy(response.status_code),
             response=response,
         )
+
+    def words(self, response: requests.Response) -> str:
+        """The engine's own words, less the keys, should it repeat one."""
+        words = _words_of(response)
+        for key in (self._options.api_key, self._options.admin_api_key):
+            words = words.replace(key, "***") if key else words
+        return words[:_QUOTED_CHARACTERS]
 
     def close(self) -> None:
         """Closes the connections."""
@@ -151,16 +158,16 @@ def json_of(response: requests.Response) -> Any:
         return None
 
 
-def words_of(response: requests.Response) -> str:
-    """The engine's own words: the message of its envelope, else the start of the body."""
+def _words_of(response: requests.Response) -> str:
+    """The message of an answer's envelope, else its body in one line."""
     body = json_of(response)
     if isinstance(body, dict):
         nested = body.get("error")
         inner = nested if isinstance(nested, dict) else body
         message = inner.get("message") or inner.get("error") or inner.get("detail")
         if isinstance(message, str) and message:
-            return message[:_QUOTED_CHARACTERS]
-    return " ".join(response.text.split())[:_QUOTED_CHARACTERS] or "(empty body)"
+            return message
+    return " ".join(response.text.split()) or "(empty body)"
 
 
 def _cause(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from itertools import count
 
-from weight_update.engines.http import words_of
 from weight_update.engines.sglang_capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
@@ -161,7 +160,7 @@ class SGLangEngine:
             pause = _FLUSH_BACKOFF[min(attempt, len(_FLUSH_BACKOFF) - 1)]
             if deadline.remaining() <= pause:
                 raise UpdateTimeout(
-                    f"/flush_cache was refused until the deadline: {words_of(response)}",
+                    f"/flush_cache was refused until the deadline: {self._client.words(response)}",
                     engine=self.url,
                     phase="flush",
                 )

@@ -7,7 +7,7 @@ from typing import Any
 import requests
 
 from weight_update.engines.http import EngineHttp, json_of
-from weight_update.errors import Applied, EngineRejected, Phase
+from weight_update.errors import Applied, ConfigurationError, EngineRejected, Phase
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -46,10 +46,21 @@ class SGLangClient:
         response = self._get("/server_info", "/get_server_info", "connect", deadline)
         body = json_of(response)
         if response.status_code == 404:
+            self._refuse_strangers(deadline)
             return {}
         if response.status_code != 200 or not isinstance(body, dict):
             raise self._http.rejection(response, phase="connect")
         return body
+
+    def _refuse_strangers(self, deadline: Deadline) -> None:
+        response = self._get("/model_info", "/get_model_info", "connect", deadline)
+        if response.status_code == 404:
+            raise ConfigurationError(
+                "no SGLang server answers here: /server_info and /model_info are missing",
+                engine=self.url,
+                phase="connect",
+                remedy="give the server's root URL (without /v1), and not another service's",
+            )
 
     def label(self, deadline: Deadline) -> str | None:
         """The version label that the server shows now; None when it shows none."""
@@ -120,6 +131,10 @@ class SGLangClient:
     def rejection(self, response: requests.Response, phase: Phase) -> EngineRejected:
         """The error that an answer means."""
         return self._http.rejection(response, phase=phase)
+
+    def words(self, response: requests.Response) -> str:
+        """What an answer says."""
+        return self._http.words(response)
 
     def close(self) -> None:
         """Closes the connections."""

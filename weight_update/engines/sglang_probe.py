@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import requests
 
-from weight_update.engines.http import EngineHttp, json_of, words_of
+from weight_update.engines.http import EngineHttp, json_of
 from weight_update.engines.sglang_capabilities import PROBED_ROUTES, running_requests
 from weight_update.errors import EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
@@ -118,7 +118,7 @@ class _Asker:
         answer = self._either("/model_info", "/get_model_info")
         facts = ServerFacts(self._url, status=answer.status_code)
         if answer.status_code != 200:
-            facts = replace(facts, words=words_of(answer))
+            facts = replace(facts, words=self._http.words(answer))
         if 300 <= answer.status_code < 400:
             return replace(facts, redirect=answer.headers.get("Location", ""))
         facts = replace(
@@ -157,7 +157,7 @@ class _Asker:
             return replace(facts, names_unknown="it took the server too long to read its weights")
         names = _runtime_names(json_of(answer)) if answer.status_code == 200 else None
         if names is None:
-            said = f"{answer.status_code}: {words_of(answer)}"
+            said = f"{answer.status_code}: {self._http.words(answer)}"
             facts = replace(facts, names_unknown=f"/weights_checker answered {said}")
         return replace(facts, names=names, lengths=self._lengths(facts, names, vectors))
 
@@ -166,13 +166,13 @@ class _Asker:
     ) -> dict[str, int]:
         """Asked for one short weight only: the server turns a whole one into a list."""
         answers = set(facts.model.get("architectures") or ()) & set(_ANSWER_BY_NAME)
-        for name in vectors if answers and names else ():
-            if names and name in names:
-                body = {"name": name, "truncate_size": 1 << 30}
-                rows = json_of(self._get(_CONTROL_ROUTE, control=True, body=body))
-                flat = isinstance(rows, list) and not any(isinstance(row, list) for row in rows)
-                return {name: len(rows)} if flat else {}
-        return {}
+        name = next((name for name in vectors if name in (names or ())), None)
+        if name is None or not answers:
+            return {}
+        body = {"name": name, "truncate_size": 1 << 30}
+        rows = json_of(self._get(_CONTROL_ROUTE, control=True, body=body))
+        flat = isinstance(rows, list) and not any(isinstance(row, list) for row in rows)
+        return {name: len(rows)} if flat else {}
 
     def _running(self, routes: Mapping[str, bool | None]) -> int | None:
         for route in ("/v1/loads", "/get_load"):

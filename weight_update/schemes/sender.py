@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
-from weight_update.report import EngineOutcome, Progress, UpdateReport
+from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.extract import Metadata, device_of
 
@@ -92,7 +92,7 @@ class SGLangWeightSender:
         self._transport.init_all_workers_group(model_metadata, device=self._model_device())
 
     def update_weights(
-        self, weights: Any = None, *, progress: Callable[[Progress], None] | None = None
+        self, weights: Any = None, *, progress: ProgressHook | None = None
     ) -> UpdateReport:
         """Brings the weights to every server; returns when all generate with them.
 

@@ -11,10 +11,9 @@ import torch
 from weight_update.engines.sglang import SGLangEngine
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions, parse_device, parse_server_urls
-from weight_update.report import EngineOutcome, UpdateReport
+from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import open_group
-from weight_update.update.progress import ProgressHook
 from weight_update.update.updater import Updater
 from weight_update.weights.buckets import Plan
 from weight_update.weights.extract import Metadata, match_metadata

@@ -73,6 +73,14 @@ class UpdateGroup:
 
     def join(self) -> None:
         """Joins as rank 0; blocks until every peer came or :meth:`give_up` is called."""
+        joining: Future[None] = Future()
+        _endings.append(joining)
+        try:
+            self._build()
+        finally:
+            joining.set_result(None)
+
+    def _build(self) -> None:
         if self.backend == "nccl":
             group = torch_private.build_nccl(self._store, self.world_size, self.name)
         else:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 from weight_update.errors import Phase
-from weight_update.report import Progress
+from weight_update.report import Progress, ProgressHook
 from weight_update.weights.buckets import Bucket, Plan
 
 _log = logging.getLogger("weight_update")
-
-ProgressHook = Callable[[Progress], None]
 
 
 class Meter:

@@ -20,11 +20,11 @@ from weight_update.errors import (
     wrapped,
 )
 from weight_update.options import PauseMode, UpdateOptions, check_device_exists, parse_device
-from weight_update.report import EngineOutcome, EngineState, UpdateReport
+from weight_update.report import EngineOutcome, EngineState, ProgressHook, UpdateReport
 from weight_update.update.connect import assign_ranks, join, leave
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.procedure import Procedure, Stopwatch
-from weight_update.update.progress import Meter, ProgressHook
+from weight_update.update.progress import Meter
 from weight_update.update.protocols import Engine, Group, Packer
 from weight_update.update.rules import UpdateRules
 from weight_update.update.versions import next_version
@@ -79,6 +79,7 @@ class Updater:
         self._group: Group | None = None
         self._packer: Packer | None = None
         self._busy = threading.Lock()
+        self._owner: int | None = None
         self._warned: set[str] = set()
         self._closings = 0
         self._live: list[Group] = []
@@ -310,13 +311,21 @@ class Updater:
 
     @contextmanager
     def _exclusively(self, deadline: Deadline) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise ConfigurationError(
+                "a hook of a running update called its sender",
+                phase="plan",
+                remedy="call it once the update has returned",
+            )
         if not self._busy.acquire(timeout=deadline.remaining()):
             raise UpdateTimeout(
                 f"another update was still running after {deadline.seconds:.1f} s", phase="plan"
             )
+        self._owner = threading.get_ident()
         try:
             yield
         finally:
+            self._owner = None
             self._busy.release()
 
     @contextmanager

@@ -111,25 +111,49 @@ class _Reader:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._file: Any = None
+        self._seen: dict[Path, tuple[int, int, int]] = {}
+
+    def plan(self, path: Path) -> Any:
+        """Opens a file for its header, and remembers which file it was."""
+        self._seen[path] = _identity(path)
+        return _open(path, "plan")
 
     def read(self, path: Path, name: str) -> torch.Tensor:
         """One tensor; a view of the mapped file, which is gone once the view is."""
         if path != self._path:
             self.close()
             self._file, self._path = _open(path, "transfer"), path
+            self._refuse_another(path)
         try:
             tensor: torch.Tensor = self._file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, error, "transfer") from error
         return tensor
 
+    def _refuse_another(self, path: Path) -> None:
+        # Half of one save and half of another is a model that nobody trained.
+        if self._seen.get(path) != _identity(path):
+            raise ConfigurationError(
+                f"{path} was replaced while it was pushed",
+                phase="transfer",
+                remedy="push a checkpoint that nobody writes to",
+            )
+
     def close(self) -> None:
         """Unmaps the file."""
         self._path = self._file = None
 
 
+def _identity(path: Path) -> tuple[int, int, int]:
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error, "transfer") from error
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
 def _weights_of(path: Path, reader: _Reader) -> Iterator[Weight]:
-    file = _open(path, "plan")
+    file = reader.plan(path)
     for name in file.offset_keys():
         spec = _spec(path, name, file.get_slice(name))
         yield Weight(spec, _CPU, partial(reader.read, path, name))
@@ -170,7 +194,7 @@ def _index_of(directory: Path) -> dict[str, str] | None:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         index = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"{path} cannot be read as an index: {error!r}", phase="plan", remedy=_SAVE_AGAIN
         ) from error

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from weight_update.errors import WeightMismatchError
 from weight_update.weights.extract import extract_weights, from_state_dict, with_dtype
-from weight_update.weights.lora import is_plain
-from weight_update.weights.module_tree import Signature, flatten, has_plain_state_dict
+from weight_update.weights.lora import is_plain, merges_itself
 from weight_update.weights.names import bare_name, unwrap
-from weight_update.weights.specs import Weight
+from weight_update.weights.specs import TensorSpec, Weight
 
 
 class ExtractionCache:
-    """Extracts weights, and remembers those of the last module.
+    """Extracts weights, and remembers what it found out about the last module.
 
-    A module that has the same tensors under the same names as before costs one walk over it.
-    Models with adapters, or with a ``state_dict`` of their own making, and mappings are extracted
-    anew each time.
+    A module whose ``state_dict`` has the same names, dtypes, shapes and places in memory as
+    before costs one walk over it. Nothing of a module is referred to between updates: a trainer
+    may replace, swap and free its tensors as if nobody had looked at them. Models with adapters
+    and mappings are extracted anew each time.
 
     Example:
         >>> cache = ExtractionCache()
-        >>> model = nn.Linear(1, 1)
-        >>> cache.extract(model) is cache.extract(model)
-        True
+        >>> [weight.spec.name for weight in cache.extract(nn.Linear(1, 1))]
+        ['weight', 'bias']
     """
 
     def __init__(self) -> None:
@@ -40,81 +37,84 @@ class ExtractionCache:
         if not isinstance(source, nn.Module):
             return extract_weights(source, dtype=dtype)
         module = unwrap(source)
-        if self._known is None or not self._known.holds_for(module, dtype):
-            plain = is_plain(module) and has_plain_state_dict(module)
-            self._known = _Known.of(module, dtype) if plain else None
-        return extract_weights(module, dtype=dtype) if self._known is None else self._known.weights
+        if merges_itself(module):
+            return extract_weights(module, dtype=dtype)
+        state = module.state_dict(keep_vars=True)
+        if self._known is None or not self._known.holds_for(state.items()):
+            self._known = _Known.of(module, state)
+        if self._known is None:
+            return extract_weights(module, dtype=dtype)
+        return tuple(with_dtype(weight, dtype) for weight in self._known.weights(state.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One tensor of a module, and what its spec was made from.
+    """One entry of a ``state_dict``, and all that its spec and its ties were made from.
 
-    The reference is weak: a trainer that replaces its parameters must not hold them twice.
+    Attributes:
+        spec: What is sent for it; None for a tensor that travels under another name.
     """
 
-    tensor: Callable[[], torch.Tensor | None]
+    spec: TensorSpec | None
+    name: str
+    kind: type
     dtype: torch.dtype
+    device: torch.device
     shape: torch.Size
     stride: tuple[int, ...]
     address: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Entry:
-        address, stride = tensor.data_ptr(), tensor.stride()
-        return cls(weakref.ref(tensor), tensor.dtype, tensor.shape, stride, address)
+    def of(cls, name: str, tensor: torch.Tensor, spec: TensorSpec | None) -> _Entry:
+        place = (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.data_ptr())
+        return cls(spec, name, type(tensor), *place)
 
-    def read(self) -> torch.Tensor:
-        tensor = self.tensor()
-        if tensor is None:
-            raise WeightMismatchError(
-                f"a weight of shape {tuple(self.shape)} was replaced while an update ran",
-                phase="transfer",
-                remedy="do not change the model while an update runs",
-            )
-        return tensor.detach()
-
-
-def _is_as_before(entry: _Entry | None, tensor: torch.Tensor | None) -> bool:
-    if entry is None or tensor is None:
-        return entry is None and tensor is None
-    return (
-        tensor is entry.tensor()
-        and tensor.data_ptr() == entry.address
-        and tensor.dtype is entry.dtype
-        and tensor.shape == entry.shape
-        and tensor.stride() == entry.stride
-    )
+    def describes(self, name: str, value: object) -> bool:
+        if type(value) is not self.kind:
+            return False
+        tensor = cast("torch.Tensor", value)
+        return (
+            tensor.data_ptr() == self.address
+            and tensor.dtype is self.dtype
+            and tensor.shape == self.shape
+            and tensor.stride() == self.stride
+            and tensor.device == self.device
+            and name == self.name
+        )
 
 
 @dataclass(frozen=True)
 class _Known:
-    dtype: torch.dtype | None
-    signature: Signature
-    entries: tuple[_Entry | None, ...]
-    weights: tuple[Weight, ...]
+    entries: tuple[_Entry, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype | None) -> _Known | None:
-        """What to remember of a module; None if it has no weights, or not all are tensors."""
-        state = module.state_dict(keep_vars=True)
-        signature, tensors = flatten(module)
-        entries = tuple(None if tensor is None else _Entry.of(tensor) for tensor in tensors)
-        own = {id(tensor): entry for tensor, entry in zip(tensors, entries, strict=True)}
-        by_name = {bare_name(name): own.get(id(tensor)) for name, tensor in state.items()}
-        if not by_name or None in by_name.values():
+    def of(cls, module: nn.Module, state: dict[str, Any]) -> _Known | None:
+        """What to remember; None where names and places in memory do not tell all."""
+        names = {bare_name(name) for name in state}
+        tensors = all(type(value) in _PLAIN for value in state.values())
+        if not state or not tensors or len(names) < len(state) or not is_plain(module):
             return None
-        weakly = tuple(
-            with_dtype(Weight(weight.spec, weight.device, entry.read), dtype)
-            for weight in from_state_dict(state)
-            if (entry := by_name[weight.spec.name]) is not None
+        sent = {weight.spec.name: weight.spec for weight in from_state_dict(state)}
+        return cls(
+            tuple(
+                _Entry.of(name, value, sent.get(bare_name(name))) for name, value in state.items()
+            )
         )
-        return cls(dtype, signature, entries, weakly)
 
-    def holds_for(self, module: nn.Module, dtype: torch.dtype | None) -> bool:
-        signature, tensors = flatten(module)
-        return (
-            dtype == self.dtype
-            and signature == self.signature
-            and all(map(_is_as_before, self.entries, tensors))
+    def holds_for(self, items: Iterable[tuple[str, Any]]) -> bool:
+        found = tuple(items)
+        return len(found) == len(self.entries) and all(
+            entry.describes(name, value)
+            for entry, (name, value) in zip(self.entries, found, strict=True)
         )
+
+    def weights(self, values: Iterable[Any]) -> list[Weight]:
+        return [
+            Weight(entry.spec, entry.device, value.detach)
+            for entry, value in zip(self.entries, values, strict=True)
+            if entry.spec is not None
+        ]
+
+
+# Of these, place in memory and strides tell all; a sub-class may hold what they do not show.
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})

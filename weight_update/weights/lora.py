@@ -33,7 +33,7 @@ def adapter_model(module: nn.Module) -> nn.Module | None:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether the module's own tensors are what it computes with: no adapters of any kind."""
-    return adapter_model(module) is None and not _merges_itself(module)
+    return adapter_model(module) is None and not merges_itself(module)
 
 
 def merged_copy(module: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ def merged_copy(module: nn.Module) -> nn.Module:
     Only the foreign model knows how it merges, so here (and only here) the whole model is
     copied for the time of an update.
     """
-    if not _merges_itself(module):
+    if not merges_itself(module):
         return module
     logging.getLogger("weight_update").warning(
         "%s merges adapters of its own: the whole model is copied for each update",
@@ -57,7 +57,8 @@ def merged_copy(module: nn.Module) -> nn.Module:
     return merged
 
 
-def _merges_itself(module: nn.Module) -> bool:
+def merges_itself(module: nn.Module) -> bool:
+    """Whether the module has a ``merge_and_unload`` of its own."""
     return callable(getattr(module, "merge_and_unload", None))
 
 
