@@ -6,20 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from .engine_server import is_installed
 from .models import TinyModels, save_tiny_models
+from .served import COMBINATIONS, Served, arguments_of
 from .sglang_server import RELEASE, SGLangServer, engine_of, save_models_for
 from .vllm_server import ENGINE as VLLM
 from .vllm_server import VLLMServer, save_vllm_model
 
 HERE = Path(__file__).parent
 START_SECONDS = 600  # the first test of an engine has its start in its time
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker that selects these tests."""
-    config.addinivalue_line("markers", "engine: needs a real inference engine (slow to start)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,6 +59,30 @@ def sglang_at_a(sglang: SGLangServer, tiny_models: TinyModels) -> SGLangServer:
     """Put the session's server back on model A, whatever an earlier test loaded."""
     sglang.load(tiny_models.a)
     return sglang
+
+
+@pytest.fixture(scope="session", params=COMBINATIONS, ids="-".join)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """One server a combination, for all modules; Llama in fp32 is the session's own."""
+    require(engine_of(RELEASE))
+    family, dtype = request.param
+    if (family, dtype) == ("llama", "float32"):
+        session = request.getfixturevalue("sglang")
+        yield Served(session, family, torch.float32, request.getfixturevalue("tiny_models"))
+        return
+    home = tmp_path_factory.mktemp(f"{family}-{dtype}")
+    models = save_tiny_models(home, family)
+    with SGLangServer(models.a, home / "server.log", arguments_of(family, dtype)) as server:
+        yield Served(server, family, getattr(torch, dtype), models)
+
+
+@pytest.fixture
+def at_a(served: Served) -> Served:
+    """Put the combination's server back on model A, whatever an earlier test loaded."""
+    served.server.load(served.checkpoints.a)
+    return served
 
 
 @dataclass(frozen=True)

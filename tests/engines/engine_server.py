@@ -171,9 +171,11 @@ def _is_healthy(url: str) -> bool:
 
 
 def _free_port() -> int:
+    """A port with 10,000 more above it: SGLang 0.5.15 takes one there for gRPC, or ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = int(probe.getsockname()[1])
+        return port if port + 10_000 < 1 << 16 else _free_port()
 
 
 def _engine_environment() -> dict[str, str]:

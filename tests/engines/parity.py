@@ -36,7 +36,7 @@ Observation = Any
 
 HTTP_SECONDS = 120.0
 # What changes from call to call, or tells of the machine.
-VOLATILE = re.compile(r"e2e_latency|timestamp|.*_time|.*_ts|queue_.*|id|rid|http_worker_ipc")
+VOLATILE = re.compile(r"e2e_latency|timestamp|.*_time|.*_ts|queue_.*|ts_tic|id|rid|http_worker_ipc")
 MISSING = "(missing)"
 
 
@@ -109,12 +109,13 @@ class Player:
         body = _body(step.prompt, step.count, step.name)
         self._running[step.name] = spawn(self._request, "POST", "/generate", body)
         if step.until == "running":
-            _wait_for(lambda: self._load("num_running_reqs") > others)
+            answer = self._running[step.name]  # a short one may be over before it is seen
+            _wait_for(lambda: answer.done() or self._load("num_running_reqs") > others)
 
     def grow(self, step: Grow) -> Observation:
         """Nothing: some tokens more were made."""
-        goal = self._load("num_total_tokens") + 6
-        _wait_for(lambda: self._load("num_total_tokens") >= goal)
+        goal = self._tokens() + 6
+        _wait_for(lambda: self._tokens() >= goal)
 
     def finish(self, step: Finish) -> Observation:
         """Why it ended, and on whose weights each version's tokens were made.
@@ -133,16 +134,18 @@ class Player:
         }
         if fate["reason"].get("message") == "Abort in waiting queue":
             return fate
+        if "weight_versions" not in meta:
+            return {**fate, "version": meta["weight_version"]}
         spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
         prompt = list(Start().prompt)
         made = [(v, self._maker(prompt + tokens[:i], tokens[i:j])) for v, i, j in spans]
         return {**fate, "spans": made}
 
     def is_done(self, step: IsDone) -> Observation:
-        """Whether the answer came; an engine's answer may trail its state a little."""
+        """Whether the answer came; one that should have come may trail the engine's state."""
         self._request("GET", "/model_info")
         try:
-            self._running[step.name].result(0.3)
+            self._running[step.name].result(HTTP_SECONDS if step.expected else 0.3)
         except TimeoutError:
             return False
         return True
@@ -240,7 +243,16 @@ class Player:
         return [answer.status_code, body]
 
     def _load(self, key: str) -> int:
-        return int(self._request("GET", "/v1/loads").json()["loads"][0][key])
+        return int(self._loads()[key])
+
+    def _tokens(self) -> int:
+        """How many are held; of the two counts, older releases have the one of those computed."""
+        load = self._loads()
+        return int(load.get("num_total_tokens", load.get("num_used_tokens")))
+
+    def _loads(self) -> dict[str, Any]:
+        loads: list[dict[str, Any]] = self._request("GET", "/v1/loads").json()["loads"]
+        return loads[0]
 
     def _maker(self, prefix: list[int], tokens: list[int]) -> str:
         """Whose greedy choice the tokens are; neither's, on keys and values of other weights."""

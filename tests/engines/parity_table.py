@@ -99,9 +99,10 @@ class Finish:
 
 @dataclass(frozen=True)
 class IsDone:
-    """Whether a started request has its answer already."""
+    """Whether a started request has its answer already; one that is expected is waited for."""
 
     name: str = "long"
+    expected: bool = False
     differs: str = ""
 
 
@@ -178,7 +179,7 @@ FLUSHED = ("Cache flushed.", "Flush cache failed.", "Timed out waiting for idle 
 FLUSH = post("/flush_cache", says=FLUSHED)
 CONTINUE = post("/continue_generation", {})
 LABEL = get("/model_info", "weight_version")
-LOADS = get("/v1/loads", "loads.0.num_running_reqs", "loads.0.num_waiting_reqs", "loads.0.dp_rank")
+LOADS = get("/v1/loads", "loads.0.num_running_reqs", "loads.0.num_waiting_reqs")
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 REFUSED = ('{"error":{"message":',)  # in words that are each engine's own
@@ -244,7 +245,7 @@ INFORMATION = (
         )
         for path in ("/server_info", "/get_server_info")
     ),
-    Case("loads of an idle server", (LOADS,)),
+    Case("loads of an idle server", (LOADS, get("/v1/loads", "loads.0.dp_rank"))),
     Case("loads by rank", (get("/v1/loads?dp_rank=0", "loads.0.num_running_reqs"),)),
     Case(
         "queues",
@@ -677,7 +678,7 @@ SESSIONS = (
     Case("a bucket outside", (announce(load_format="flattened_bucket"), Generate())),
     Case(
         "begin without a pause waits for what runs",
-        (Start(count=60), BEGIN, IsDone(), END, Finish(cut=False)),
+        (Start(count=60), BEGIN, IsDone(expected=True), END, Finish(cut=False)),
     ),
     Case("an open one does not keep requests out", (BEGIN, Generate(), END)),
     Case("a pause does not end it", (BEGIN, pause("retract"), CONTINUE, BEGIN, END)),
@@ -724,7 +725,7 @@ UPDATES = (
     Case("a stale prefix", (Generate(), *session(Push()), Generate(), FLUSH, Generate())),
     Case(
         "without a pause it waits for what runs",
-        (BEGIN, Start(count=60), Push(), IsDone(), END, Finish(cut=False)),
+        (BEGIN, Start(count=60), Push(), IsDone(expected=True), END, Finish(cut=False)),
     ),
     Case(
         "abort_all_requests ends what runs",
@@ -1112,4 +1113,72 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
     "versions": VERSIONS,
     "weights": WEIGHTS,
     "others": OTHERS,
+}
+
+CASES: dict[str, Case] = {
+    f"{section}: {case.name}": case for section, cases in SECTIONS.items() for case in cases
+}
+
+KILLS = "it ends the process"
+WAITS = "nothing refuses it, and it waits for a broadcast that never comes"
+#: What older releases are not asked, with the reason.
+LEFT_OUT = {
+    "updates: under retract, flush_cache=True": KILLS,
+    "updates: under in_place, flush_cache=True": KILLS,
+    "wrong updates: an unknown group": KILLS,
+    "sessions: an update outside": WAITS,
+    "sessions: a bucket outside": WAITS,
+    "wrong updates: fields of the wrong kind": WAITS,
+    "wrong updates: fields of a kind that can be turned into the right one": WAITS,
+    "wrong updates: a bucket with lists of unequal length": WAITS,
+    "wrong updates: a bucket whose offsets do not fit": WAITS,
+}
+INFORMATION_OF_OLDER = {
+    "`/model_info` also shows `served_model_name` and `load_format`, which SGLang's does not.": {
+        "information: model_info": (0,)
+    },
+    "`/get_weight_version` is not there; SGLang's 404 says what to ask instead.": {
+        "information: routes that are gone": (1,)
+    },
+    "`/server_info` shows the `weight_version` of the start; SGLang shows the present one.": {
+        "versions: a version": (2,)
+    },
+}
+GENERATION_OF_OLDER = {
+    "A stop token in the last place ends a request as `stop`; SGLang says `length` and shows it.": {
+        "generation: a stop token": (0,)
+    },
+    "Sampling parameters of the wrong kind, or unknown, are a 400; SGLang answers 500.": {
+        "generation: sampling parameters of the wrong kind": (0, 1, 2)
+    },
+}
+
+#: The older releases that the table is played to: what differs beside the steps that are marked
+#: in the table, in the words of the reference engine's README, and the numbers of those steps.
+OLDER: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
+    "0.5.15.post1": {
+        **INFORMATION_OF_OLDER,
+        "`/get_load` has no `num_pending_tokens`.": {"information: routes that are gone": (0,)},
+        **GENERATION_OF_OLDER,
+        "`/weights_checker` works on a CPU; SGLang's asks for CUDA, and answers 400 without.": {
+            "weights: the checker": (0, 1, 2)
+        },
+    },
+    "0.5.9": {
+        **INFORMATION_OF_OLDER,
+        "`/get_load` shows a `dp_rank` of 0; SGLang shows none.": {
+            "information: routes that are gone": (0,)
+        },
+        "`/v1/loads` shows a `dp_rank`, and ignores one that is asked for; SGLang shows none, and "
+        "finds none.": {
+            "information: loads of an idle server": (1,),
+            "information: loads by rank": (0,),
+        },
+        **GENERATION_OF_OLDER,
+        "Token ids as text are refused, and so is a `repetition_penalty` of 0; SGLang takes "
+        "both.": {
+            "generation: prompts that do not fit": (5,),
+            "generation: sampling parameters out of range": (6,),
+        },
+    },
 }

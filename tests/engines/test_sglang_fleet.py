@@ -3,71 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from weight_update import EngineState, SGLangWeightSyncScheme, WeightUpdateError
+from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
 
-from .models import SEED_A, SEED_B, TinyModels, greedy, tiny_llama
+from .models import SEED_A, SEED_B
+from .served import Served, arguments_of
 from .sglang_server import SGLangServer
 
-# A server starts in 20 s on a quiet machine, and in minutes on a busy one.
-pytestmark = pytest.mark.timeout(600)
-
-PROMPT = [3, 14, 15, 92, 65]
+# Each family and each dtype once: every combination would start eight servers.
+PAIRS = [("llama", "float32"), ("qwen2", "bfloat16")]
+pytestmark = pytest.mark.parametrize("served", PAIRS, indirect=True, ids="-".join)
 
 
 @pytest.fixture(scope="module")
-def second(
-    sglang: SGLangServer, tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    """Another server on model A, which a test may restart."""
+def second(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Another server of the combination on model A, which a test may restart."""
     log_path = tmp_path_factory.mktemp("second") / "server.log"
-    # An idle scheduler takes a whole core otherwise.
-    with SGLangServer(tiny_models.a, log_path) as server:
-        yield server
+    arguments = arguments_of(served.family, str(served.dtype).removeprefix("torch."))
+    with SGLangServer(served.checkpoints.a, log_path, arguments) as server:
+        yield replace(served, server=server)
 
 
-def serves(server: SGLangServer, seed: int) -> bool:
-    return server.generate(PROMPT, 24) == greedy(tiny_llama(seed), PROMPT, 24)
+@pytest.fixture
+def pair(at_a: Served, second: Served) -> tuple[Served, Served]:
+    """Both servers on model A."""
+    second.server.load(second.checkpoints.a)
+    return at_a, second
 
 
-def test_two_servers_get_the_weights_in_one_call(
-    sglang_at_a: SGLangServer, second: SGLangServer
-) -> None:
-    servers = (sglang_at_a, second)
-    second.load(second.model_dir)
-    assert all(serves(server, SEED_A) for server in servers)
-    scheme = SGLangWeightSyncScheme([server.url for server in servers], timeout=60)
+def sender_to(pair: tuple[Served, Served]) -> SGLangWeightSender:
+    urls = [served.server.url for served in pair]
+    return SGLangWeightSyncScheme(urls, timeout=60).create_sender()
 
-    with scheme.create_sender() as sender:
-        report = sender.update_weights(tiny_llama(SEED_B))
 
-    assert [report.engines[s.url].state for s in servers] == [EngineState.NEW] * 2
-    assert [server.label() for server in servers] == [str(report.version)] * 2
-    assert all(serves(server, SEED_B) for server in servers)
+def test_two_servers_get_the_weights_in_one_call(pair: tuple[Served, Served]) -> None:
+    assert all(served.serves(SEED_A) for served in pair)
+
+    with sender_to(pair) as sender:
+        report = sender.update_weights(pair[0].model(SEED_B))
+
+    assert [report.engines[p.server.url].state for p in pair] == [EngineState.NEW] * 2
+    assert [served.server.label() for served in pair] == [str(report.version)] * 2
+    assert all(served.serves(SEED_B) for served in pair)
 
 
 def test_a_server_restarted_on_its_port_is_healed_by_the_next_update(
-    sglang_at_a: SGLangServer, second: SGLangServer
+    pair: tuple[Served, Served],
 ) -> None:
-    servers = (sglang_at_a, second)
-    scheme = SGLangWeightSyncScheme([server.url for server in servers], timeout=60)
-    with scheme.create_sender() as sender:
-        first = sender.update_weights(tiny_llama(SEED_B))
-        second.stop()
+    stays, second = pair
+    with sender_to(pair) as sender:
+        first = sender.update_weights(stays.model(SEED_B))
+        second.server.stop()
         with pytest.raises(WeightUpdateError) as caught:
-            sender.update_weights(tiny_llama(SEED_A))
-        assert caught.value.engine == second.url
+            sender.update_weights(stays.model(SEED_A))
+        assert caught.value.engine == second.server.url
         assert caught.value.report is not None
-        lost = caught.value.report.engines[second.url]
+        lost = caught.value.report.engines[second.server.url]
         assert lost.state is EngineState.UNREACHABLE
-        assert serves(sglang_at_a, SEED_B)  # it was resumed, or never paused
+        assert stays.serves(SEED_B)  # it was resumed, or never paused
 
-        second.start()
-        assert serves(second, SEED_A)  # what it was started on
-        report = sender.update_weights(tiny_llama(SEED_B))
+        second.server.start()
+        assert second.serves(SEED_A)  # what it was started on
+        report = sender.update_weights(stays.model(SEED_B))
 
-    assert [report.engines[s.url].state for s in servers] == [EngineState.NEW] * 2
+    assert [report.engines[p.server.url].state for p in pair] == [EngineState.NEW] * 2
     assert report.version == first.version + 1
-    assert all(serves(server, SEED_B) for server in servers)
+    assert all(served.serves(SEED_B) for served in pair)

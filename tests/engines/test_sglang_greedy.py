@@ -5,9 +5,6 @@ import pytest
 from .models import SEED_A, SEED_B, TinyModels, greedy, tiny_llama
 from .sglang_server import SGLangServer
 
-# A server starts in 20 s on a quiet machine, and in minutes on a busy one.
-pytestmark = pytest.mark.timeout(600)
-
 PROMPTS = ([7], [5, 6, 7, 8], [200, 3, 77, 150, 9, 41, 18, 255], list(range(10, 74)))
 NEW_TOKENS = 24
 

@@ -12,9 +12,6 @@ from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncSchem
 from .models import SEED_A, SEED_B, greedy, tiny_llama
 from .sglang_server import SGLangServer
 
-# A server starts in 20 s on a quiet machine, and in minutes on a busy one.
-pytestmark = pytest.mark.timeout(600)
-
 PROMPT = [3, 14, 15, 92, 65]
 
 

@@ -81,9 +81,10 @@ def test_a_field_is_there_in_its_releases_only(documents, body, field, releases)
         ("flush_timeout", since("0.5.10")),
         ("paused_flush_ignores_queue", since("0.5.6", "0.5.9") | since("0.5.21")),
         ("retractions_counted", since("0.5.12")),
-        ("live_loads", since("0.5.6", "0.5.20")),
+        ("live_loads", since("0.5.6", "0.5.14")),
         ("token_spans", since("0.5.19")),
         ("sessions", since("0.5.21")),
+        ("failed_receive_told", since("0.5.21")),
         ("unknown_group_kills", since("0.5.6", "0.5.20")),
         ("refused_flush_kills", since("0.5.6", "0.5.21")),
         ("attn_dp_size", since("0.5.22")),
@@ -152,7 +153,7 @@ def test_0_5_6_flushes_under_retract_and_says_flushed_in_any_case(oldest, kit):
 
 
 def test_0_5_6_must_be_told_what_to_check_and_knows_no_checksum(oldest, kit):
-    assert "body.action: Field required" in kit.get(oldest, "/weights_checker").text
+    assert "body.action: Field required" in kit.post(oldest, "/weights_checker").text
     assert kit.post(oldest, "/weights_checker", action="checksum").status == 400
 
 

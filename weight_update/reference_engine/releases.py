@@ -33,6 +33,8 @@ class Release:
         token_spans: Answers carry ``weight_versions``, one span a version, and the version
             of a token is the one that the scheduler held when it made that token.
         sessions: Updates outside a session are refused.
+        failed_receive_told: A failed receive is told apart from a failed load,
+            which leaves the weights partly updated.
         unknown_group_kills: An update that names an unknown group ends the process.
         refused_flush_kills: An update whose flush is refused ends the process.
         attn_dp_size: ``/server_info`` reports ``attn_dp_size``.
@@ -55,6 +57,7 @@ class Release:
     live_loads: bool = True
     token_spans: bool = False
     sessions: bool = False
+    failed_receive_told: bool = False
     unknown_group_kills: bool = True
     refused_flush_kills: bool = True
     attn_dp_size: bool = False
@@ -90,16 +93,16 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
         "missing_fields": _SELECTOR,
     },
     "0.5.13": {"checksums": "default"},
-    "0.5.15": {},
+    # Live on a real 0.5.9, and frozen on a real 0.5.15.post1: it writes them as it decodes.
+    "0.5.15": {"live_loads": False},
     "0.5.19": {"token_spans": True},
     "0.5.20": {"missing_routes": _SESSION_ROUTES},
-    # Seen live on a real 0.5.15.post1 and frozen on a real 0.5.23.
     "0.5.21": {
-        "live_loads": False,
         "sessions": True,
         "missing_routes": frozenset({"/get_load"}),
         "missing_fields": frozenset(),
         "paused_flush_ignores_queue": True,
+        "failed_receive_told": True,
         "unknown_group_kills": False,
     },
     "0.5.22": {"refused_flush_kills": False, "attn_dp_size": True},

@@ -289,7 +289,8 @@ class Scheduler(threading.Thread):
         try:
             arrivals = self._inbox(group_name).receive(announced, faults)
         except Exception as error:
-            return Outcome(False, f"Failed to receive weights: {error}")
+            told = self._release.failed_receive_told
+            return Outcome(False, f"Failed to receive weights: {error}" if told else _partly(error))
         return self._load(arrivals, version, flush, faults)
 
     def _inbox(self, name: str) -> weights.Inbox:
@@ -310,11 +311,7 @@ class Scheduler(threading.Thread):
         try:
             self._weights.load(arrivals, faults)
         except Exception as error:
-            return Outcome(
-                False,
-                f"Failed to update parameter online: {error}. The full weights of the "
-                "ModelRunner are partially updated. Please discard the whole weights.",
-            )
+            return Outcome(False, _partly(error))
         if version is not None:
             self.weight_version = version
         if flush and not self.flush():
@@ -333,6 +330,13 @@ class Scheduler(threading.Thread):
     def checksums(self) -> list[dict[str, str]]:
         """Return a digest of each parameter, for each rank."""
         return self._ranks.gather(self._weights.checksums())
+
+
+def _partly(error: Exception) -> str:
+    return (
+        f"Failed to update parameter online: {error}. The full weights of the "
+        "ModelRunner are partially updated. Please discard the whole weights."
+    )
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

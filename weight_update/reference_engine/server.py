@@ -304,7 +304,7 @@ class Server:
     ) -> Response:
         """Digests of all parameters; comparable between reference engines only."""
         if body.action != "checksum" or self._info.release.checksums == "never":
-            return _answer(Outcome(False, f"action {body.action!r} is not supported here"))
+            return _answer(Outcome(False, f"Unsupported action={body.action!r}"))
         sums = await self._ask(self._scheduler.checksums)
         ranks = [_rank_checksums(rank, own) for rank, own in enumerate(sums)]
         answer = {"success": True, "message": "Success.", "ranks": ranks}
@@ -385,10 +385,11 @@ class Server:
         both, name = ("GET", "POST"), bodies.GetWeightsByName
         asked = self._info.release.checksums != "default"
         check = bodies.AskedCheckWeights if asked else bodies.CheckWeights
+        ways = ("POST",) if asked else both
         return [
             *(Endpoint(path, ("POST",), handler, body, True) for path, handler, body in table),
             Endpoint("/get_weights_by_name", both, self.weights_by_name, name, True),
-            Endpoint("/weights_checker", both, self.weights_checker, check, True, True),
+            Endpoint("/weights_checker", ways, self.weights_checker, check, True, True),
         ]
 
     def application(self, keys: Keys) -> Edge:
