@@ -1,8 +1,8 @@
 """Older SGLang releases: what the library takes them to be able to do is what they do.
 
 They have no update sessions. 0.5.9 counts its running requests when it is asked; 0.5.15 shows what
-it counted some steps ago, and refuses to flush its prefix cache while retracted requests wait. Each runs in its own environment with its
-own transformers, one server a release.
+it counted some steps ago, and refuses to flush its prefix cache while retracted requests wait. Each
+runs in its own environment with its own transformers, one server a release.
 """
 
 from __future__ import annotations
