@@ -123,7 +123,7 @@ def test_an_aborted_request_ends_with_200_and_what_it_has(engine, kit, model_a):
     with kit.background() as start:
         request = start(engine.generate, kit.PROMPT, max_new_tokens=3000, rid="mine-1")
         kit.wait_for(lambda: kit.running(engine) == 1)
-        assert kit.post(engine, "/abort_request", rid="mine").text == ""
+        assert kit.post(engine, "/abort_request", rid="mine-1").text == ""
         answer = request.result()
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert answer["meta_info"]["id"] == "mine-1"
