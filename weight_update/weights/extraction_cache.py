@@ -44,7 +44,8 @@ class ExtractionCache:
             self._known = _Known.of(module, state)
         if self._known is None:
             return extract_weights(module, dtype=dtype)
-        return tuple(with_dtype(weight, dtype) for weight in self._known.weights(state.values()))
+        weights = self._known.weights(state.values())
+        return weights if dtype is None else tuple(with_dtype(each, dtype) for each in weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +109,14 @@ class _Known:
             for entry, (name, value) in zip(self.entries, found, strict=True)
         )
 
-    def weights(self, values: Iterable[Any]) -> list[Weight]:
-        return [
-            Weight(entry.spec, entry.device, value.detach)
-            for entry, value in zip(self.entries, values, strict=True)
-            if entry.spec is not None
-        ]
+    def weights(self, values: Iterable[Any]) -> tuple[Weight, ...]:
+        return tuple(
+            [
+                Weight(entry.spec, entry.device, value.detach)
+                for entry, value in zip(self.entries, values, strict=True)
+                if entry.spec is not None
+            ]
+        )
 
 
 # Of these, place in memory and strides tell all; a sub-class may hold what they do not show.
