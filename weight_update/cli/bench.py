@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,10 +106,15 @@ def loopback(
     objection = jobs.objection()
     if objection:
         usage(objection)
+    _run(run_loopback(jobs, say), as_json=as_json)
+
+
+def _run(measured: Iterator[Row], *, as_json: bool) -> None:
+    """Measures and shows; fails if that fails, or if an engine held other values."""
     quiet: AbstractContextManager[None] = result_on_stdout() if as_json else nullcontext()
     with quiet:
         try:
-            rows = list(run_loopback(jobs, say))
+            rows = list(measured)
         except (RuntimeError, OSError) as error:  # an engine or a receiver ended, no space
             say(f"the benchmark failed: {error}")
             raise typer.Exit(Exit.FAILED) from error
