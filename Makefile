@@ -4,6 +4,7 @@
 # make engines       install the real engines for the CPU, each in its own environment
 #                    (or some of them: make engines ENGINES="sglang-0.5.23 vllm-0.32.0")
 # make check         ruff, formatting, types
+# make soak          1,000 updates with faults under traffic (half an hour); soak.svg is its picture
 #
 # PYTHON       the interpreter of the new environment
 # TORCH        what pip installs as torch; on Linux the package index serves the CUDA build
@@ -18,7 +19,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check engines clean
+.PHONY: setup demo test check soak engines clean
 
 setup: $(READY)
 
@@ -43,8 +44,11 @@ check: $(READY)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+soak: $(READY)
+	$(BIN)/weight-update bench soak --plot soak.svg
+
 engines:
 	bash scripts/engines/install.sh $(ENGINES)
 
 clean:
-	rm -rf $(VENV) .engines demo-report.json
+	rm -rf $(VENV) .engines demo-report.json soak.svg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import requests
@@ -20,6 +21,7 @@ Phase = Literal[
     "transfer",
     "end",
     "flush",
+    "verify",
     "stamp",
     "count",
     "continue",
@@ -34,6 +36,7 @@ class WeightUpdateError(RuntimeError):
         engine: URL of the engine that caused it, or None when no single engine did.
         phase: The step of the update that was running.
         remedy: What the reader can do about it.
+        engines: URLs of all engines that share in it, when there are several.
 
     Attributes:
         report: The :class:`~weight_update.UpdateReport` of the failed update, which says in
@@ -52,10 +55,12 @@ class WeightUpdateError(RuntimeError):
         engine: str | None = None,
         phase: Phase = "configure",
         remedy: str = "",
+        engines: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
         self.engine = engine
+        self.engines = tuple(engines) or ((engine,) if engine else ())
         self.phase: Phase = phase
         self.remedy = remedy
         self.report: UpdateReport | None = None
@@ -69,9 +74,16 @@ class WeightUpdateError(RuntimeError):
             outcomes = self.report.engines.values()
             lines = (str(o).removesuffix(f": {self.message}") for o in outcomes)
             text += "".join(f"\n  {line}" for line in lines)
-            if any(outcome.held for outcome in self.report.engines.values()):
-                text += "\n  next: push again; a whole model heals and resumes them"
+            text += "".join(f"\n  next: {step}" for step in self._next_steps(self.report))
         return text
+
+    @staticmethod
+    def _next_steps(report: UpdateReport) -> list[str]:
+        held = any(outcome.held for outcome in report.engines.values())
+        lost = [o.url for o in report.engines.values() if o.state == "unreachable"]
+        heal = "push again, or call recover(); a whole model heals and resumes them"
+        revive = f"look at {', '.join(lost)}, restart what is down; the next push takes it back"
+        return [step for step, due in ((heal, held), (revive, lost)) if due]
 
 
 def wrapped(error: Exception, phase: Phase) -> WeightUpdateError:

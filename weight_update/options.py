@@ -18,6 +18,10 @@ Strategy = Literal["tensordict", "state_dict"]
 Backend = Literal["auto", "nccl", "gloo"]
 OnFailure = Literal["hold", "resume"]
 LoadFormat = Literal["auto", "flattened_bucket", "tensors"]
+Verify = Literal["auto", "checksum", "sample", "off"]
+WhenBusy = Literal["wait", "refuse"]
+StaleCache = Literal["warn", "refuse"]
+Quorum = Literal["all"] | int
 DeviceLike = int | str | torch.device | None
 
 PAUSE_MODE_VARIABLE = "TORCHRL_SGLANG_PAUSE_GENERATION_MODE"
@@ -97,6 +101,11 @@ class UpdateOptions:
     timeout: float = 300.0
     on_failure: OnFailure = "hold"
     dtype: torch.dtype | None = None
+    quorum: Quorum = "all"
+    initial_version: int | None = None
+    verify: Verify = "auto"
+    when_busy: WhenBusy = "wait"
+    stale_cache: StaleCache = "warn"
     http: HttpOptions = field(default_factory=HttpOptions)
 
     def __post_init__(self) -> None:
@@ -107,6 +116,11 @@ class UpdateOptions:
         self.flush_wanted()
         check_choice("on_failure", self.on_failure, OnFailure)
         check_choice("load_format", self.load_format, LoadFormat)
+        check_choice("verify", self.verify, Verify)
+        check_choice("when_busy", self.when_busy, WhenBusy)
+        check_choice("stale_cache", self.stale_cache, StaleCache)
+        check_quorum(self.quorum)
+        check_version(self.initial_version)
         check_positive("timeout", self.timeout, number=float)
         check_positive("num_gpus", self.num_gpus)
         check_positive("bucket_bytes", self.bucket_bytes)
@@ -157,6 +171,26 @@ def check_choice(name: str, value: Any, accepted: Any) -> None:
     if not isinstance(value, str) or value not in get_args(accepted):
         choices = ", ".join(repr(choice) for choice in get_args(accepted))
         raise ConfigurationError(f"{name}={value!r} is unknown; accepted: {choices}")
+
+
+def check_quorum(quorum: Any, engines: int | None = None) -> None:
+    """Raises ConfigurationError unless ``quorum`` is "all" or a number of engines there are."""
+    if quorum != "all":
+        if isinstance(quorum, str):
+            raise ConfigurationError(f"quorum={quorum!r} must be 'all' or a number of engines")
+        check_positive("quorum", 0 if quorum is None else quorum)
+    if engines is not None and quorum != "all" and quorum > engines:
+        raise ConfigurationError(f"quorum={quorum}, but there are only {engines} engine(s)")
+
+
+def check_version(version: Any) -> None:
+    """Raises ConfigurationError unless ``version`` is None or a whole number from zero on."""
+    if version is None:
+        return
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ConfigurationError(
+            f"initial_version={version!r} must be a whole number, zero or above"
+        )
 
 
 def check_flag(name: str, value: Any) -> None:

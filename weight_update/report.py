@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args
 
 from weight_update.errors import Phase
+
+Verification = Literal["checksum", "sample", "unverified", "off"]
+InFlight = Literal["aborted", "retracted", "frozen"]
+
+_IN_FLIGHT: dict[str, InFlight] = {
+    "abort": "aborted",
+    "retract": "retracted",
+    "in_place": "frozen",
+}
 
 
 class EngineState(StrEnum):
@@ -41,6 +50,8 @@ class EngineOutcome:
         version: The label it serves under, or None when that is not known.
         paused: Whether it is (or may be) still paused.
         detail: Why it is not simply ``new``; empty otherwise.
+        verified: How it proved that it holds what was sent: by ``checksum`` or by ``sample``;
+            ``unverified`` where there was nothing to compare with, ``off`` when nobody asked.
     """
 
     url: str
@@ -48,6 +59,7 @@ class EngineOutcome:
     version: str | None
     paused: bool
     detail: str = ""
+    verified: Verification = "unverified"
 
     @property
     def held(self) -> bool:
@@ -94,7 +106,7 @@ class UpdateReport:
         tensors: Tensors of the plan.
         buckets: Update requests of the plan, for each engine.
         seconds: Wall seconds by phase (``plan``, ``connect``, ``pause``, ``drain``, ``begin``,
-            ``transfer``, ``end``, ``flush``, ``stamp``, ``count``, ``continue``), and
+            ``transfer``, ``end``, ``flush``, ``verify``, ``stamp``, ``count``, ``continue``), and
             ``paused`` (from the first pause call to the last continue) and ``total``.
         engines: Outcome by engine URL, as given.
         pause_mode: The pause mode that was used.
@@ -124,6 +136,25 @@ class UpdateReport:
     warnings: tuple[str, ...] = field(default=())
 
     @property
+    def verification(self) -> Verification:
+        """The weakest proof that an engine with the new weights gave.
+
+        ``checksum``: digests of all its weights equal those of what was sent, or those of
+        another engine of the same layout. ``sample``: some of its weights were read back.
+        """
+        given = [o.verified for o in self.engines.values() if o.state is EngineState.NEW]
+        return max(given, key=get_args(Verification).index, default="unverified")
+
+    @property
+    def in_flight(self) -> InFlight:
+        """What became of requests that ran when the engines paused.
+
+        ``aborted``: ended early, with what they had. ``retracted``: computed anew and carried
+        on by the new weights. ``frozen``: carried on over the old weights' KV cache.
+        """
+        return _IN_FLIGHT[self.pause_mode]
+
+    @property
     def gigabytes_per_second(self) -> float:
         """Payload bytes over the seconds of the transfer phase (GB = 1e9 bytes)."""
         transfer = self.seconds.get("transfer", 0.0)
@@ -139,6 +170,7 @@ class UpdateReport:
         plain["seconds"] = dict(self.seconds)
         plain["warnings"] = list(self.warnings)
         plain["gigabytes_per_second"] = self.gigabytes_per_second
+        plain["verification"], plain["in_flight"] = self.verification, self.in_flight
         plain["engines"] = {
             url: {**asdict(outcome), "state": outcome.state.value}
             for url, outcome in self.engines.items()

@@ -6,9 +6,24 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where time comes from; tests bring a clock of their own.
+
+    Attributes:
+        now: Monotonic seconds.
+        sleep: Lets some seconds pass.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
 
 class Deadline:
@@ -16,25 +31,25 @@ class Deadline:
 
     Args:
         seconds: Time from now until the deadline.
-        clock: Source of monotonic seconds.
+        clock: Where time comes from.
 
     Example:
         >>> ticks = iter([0.0, 4.0, 11.0])
-        >>> deadline = Deadline(10.0, clock=lambda: next(ticks))
+        >>> deadline = Deadline(10.0, Clock(now=lambda: next(ticks)))
         >>> deadline.remaining()
         6.0
         >>> deadline.expired()
         True
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float, clock: Clock | None = None) -> None:
         self.seconds = seconds
-        self._clock = clock
-        self._end = clock() + seconds
+        self._clock = clock or Clock()
+        self._end = self._clock.now() + seconds
 
     def remaining(self) -> float:
         """Seconds left, never below zero."""
-        return max(0.0, self._end - self._clock())
+        return max(0.0, self._end - self._clock.now())
 
     def expired(self) -> bool:
         """Whether no time is left."""
@@ -44,15 +59,28 @@ class Deadline:
         """A deadline that ends with this one or after ``seconds``, whichever is sooner."""
         return Deadline(min(seconds, self.remaining()), self._clock)
 
+    def share(self, part: float) -> Deadline:
+        """A deadline that takes a part of what is left, so that later steps have the rest."""
+        return Deadline(part * self.remaining(), self._clock)
+
+    def afresh(self, seconds: float) -> Deadline:
+        """A deadline by the same clock that this one does not bound."""
+        return Deadline(seconds, self._clock)
+
+    def sleep(self, seconds: float) -> None:
+        """Lets ``seconds`` pass."""
+        self._clock.sleep(seconds)
+
 
 def spawn(call: Callable[..., T], *args: object) -> Future[T]:
     """Runs ``call(*args)`` in a daemon thread of its own.
 
     Executors join their threads when the interpreter exits, so one stuck request would keep a
-    finished trainer alive; a daemon thread cannot.
+    finished trainer alive; a daemon thread cannot. It runs in a copy of the caller's context.
     """
     future: Future[T] = Future()
-    threading.Thread(target=_settle, args=(future, call, args), daemon=True).start()
+    run = copy_context().run
+    threading.Thread(target=run, args=(_settle, future, call, args), daemon=True).start()
     return future
 
 

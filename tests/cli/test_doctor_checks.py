@@ -11,8 +11,8 @@ import torch
 
 from weight_update.cli.doctor_checks import diagnose
 from weight_update.cli.doctor_facts import AddressFacts, Facts, ModelFacts
-from weight_update.cli.doctor_weights import compare_names
 from weight_update.engines.sglang_capabilities import PROBED_ROUTES
+from weight_update.engines.sglang_names import compare_names
 from weight_update.engines.sglang_probe import ServerFacts
 from weight_update.weights.specs import TensorSpec
 

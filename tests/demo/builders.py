@@ -9,9 +9,10 @@ from weight_update import UpdateReport
 from weight_update.demo.policy import all_logprobs, of_tokens
 from weight_update.demo.proof import Evidence, Greedy, Requests, Run
 from weight_update.demo.provenance import Verdict
-from weight_update.demo.sampler import Sample, Span
+from weight_update.demo.sampler import Sample
 from weight_update.demo.task import OUTPUT_TOKENS, PROMPTS
 from weight_update.demo.training import Step
+from weight_update.rollouts import Span
 
 
 def sample(*spans: tuple[str, int, int], asked_under: str = "default") -> Sample:

@@ -11,12 +11,13 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "weight_update"
 
 BASE = {"errors", "options", "report", "waiting"}
-PUBLIC = {"__init__", "errors", "options", "report"}
+PUBLIC = {"__init__", "errors", "options", "report", "rollouts"}
 MAY_IMPORT = {
     "errors": BASE,
     "options": BASE,
     "report": BASE,
     "waiting": BASE,
+    "rollouts": {"errors"},
     "weights": BASE,
     "transports": BASE | {"weights"},
     "engines": BASE | {"weights"},

@@ -346,6 +346,13 @@ GENERATION = (
         ),
     ),
     Case(
+        "prefixes under an extra key",
+        tuple(
+            generate(greedy(extra_key=key), "meta_info.cached_tokens")
+            for key in ("one", "one", "another", "one")
+        ),
+    ),
+    Case(
         "versions and counts",
         (
             generate(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from .engine_server import LAUNCHERS, EngineServer, engine_python
@@ -67,6 +69,35 @@ class SGLangServer(EngineServer):
     def label(self) -> str:
         """The version label that the server shows."""
         return str(self.get("model_info")["weight_version"])
+
+    def is_ready(self) -> bool:
+        """Tell whether it generates; a paused server does not."""
+        return self.status("GET", "ready") == 200
+
+    def restart(self) -> None:
+        """Start it anew on its port, on the checkpoint that it was started on."""
+        self.stop()
+        self.start()
+
+    def kill(self) -> None:
+        """Kill all its processes at once; :meth:`restart` heals that."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+    def kill_scheduler(self) -> None:
+        """Kill the process that holds the weights, and no other."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                ours = os.getpgid(int(process.name)) == self.pid
+                if ours and b"sglang::scheduler" in (process / "cmdline").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """Stop all its processes: its sockets stay open and nobody answers."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let frozen processes go on."""
+        os.killpg(self.pid, signal.SIGCONT)
 
 
 def engine_of(release: str) -> str:

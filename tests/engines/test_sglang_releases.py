@@ -19,6 +19,7 @@ from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncSchem
 from weight_update.engines.sglang import SGLangEngine
 from weight_update.engines.sglang_capabilities import running_requests
 from weight_update.options import HttpOptions, PauseMode
+from weight_update.rollouts import salted
 from weight_update.waiting import Deadline
 
 from .long_request import LongRequest
@@ -33,11 +34,22 @@ class Expected:
     flush_under_retract: bool
     brackets_ipv6: bool
     live_loads: bool
+    separates_salted_prefixes: bool
 
 
 RELEASES = {
-    "0.5.15.post1": Expected(flush_under_retract=False, brackets_ipv6=False, live_loads=False),
-    "0.5.9": Expected(flush_under_retract=True, brackets_ipv6=True, live_loads=True),
+    "0.5.15.post1": Expected(
+        flush_under_retract=False,
+        brackets_ipv6=False,
+        live_loads=False,
+        separates_salted_prefixes=True,
+    ),
+    "0.5.9": Expected(
+        flush_under_retract=True,
+        brackets_ipv6=True,
+        live_loads=True,
+        separates_salted_prefixes=False,
+    ),
 }
 MODES: tuple[PauseMode, ...] = ("retract", "in_place", "abort")
 SEEN = [3, 14, 15, 92, 65, 35, 89]
@@ -179,6 +191,33 @@ def test_an_old_prefix_is_served_only_after_a_warning(at_a: SGLangServer, mode: 
     assert serves(at_a, SEED_B)
     flushed = mode == "abort" or (mode == "retract" and RELEASES[at_a.release].flush_under_retract)
     assert is_told_of_stale_prefixes(report.warnings) is not flushed
+
+
+@pytest.mark.parametrize("route", ["generate", "v1/completions"])
+def test_a_salted_request_uses_no_old_prefix_or_its_salt_is_ignored(
+    at_a: SGLangServer, route: str
+) -> None:
+    """C09: 0.5.9 takes the field, answers 200 and looks at the tokens alone."""
+    body = {
+        "generate": {
+            "input_ids": SEEN,
+            "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True},
+        },
+        "v1/completions": {
+            **{"model": "m", "prompt": SEEN, "max_tokens": 24},
+            **{"temperature": 0, "ignore_eos": True},
+        },
+    }[route]
+    with sender_of(at_a, pause_mode="in_place") as sender:
+        sender.flush_cache()
+        at_a.post(route, body)
+        report = sender.update_weights(tiny_llama(SEED_B))
+        answer = at_a.post(route, salted(body, report.version))
+        sender.flush_cache()
+
+    text = answer["choices"][0]["text"] if "choices" in answer else answer["text"]
+    fresh = "".join(f" w{token}" for token in greedy(tiny_llama(SEED_B), SEEN, 24))
+    assert (text == fresh) is RELEASES[at_a.release].separates_salted_prefixes
 
 
 def test_a_retracted_request_is_computed_anew_or_its_caller_is_warned(at_a: SGLangServer) -> None:

@@ -41,10 +41,14 @@ class Asked:
 
 
 class StubServer:
-    """One server; ``answers`` maps a path to an :class:`Answer`, any other path is a plain yes."""
+    """One server; ``answers`` maps a path to an :class:`Answer`, any other path is a plain yes.
+
+    ``by_body`` maps a path to what makes an answer of what was sent.
+    """
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
+        self.by_body: dict[str, Callable[[Any], Answer]] = {}
         self.asked: list[Asked] = []
         self.connections = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -76,7 +80,8 @@ class StubServer:
                 raw = self.rfile.read(size)
                 body = json.loads(raw) if raw else None
                 stub.asked.append(Asked(self.command, self.path, dict(self.headers), body))
-                answer = stub.answers.get(self.path, Answer())
+                make = stub.by_body.get(self.path)
+                answer = make(body) if make else stub.answers.get(self.path, Answer())
                 time.sleep(answer.delay)
                 if answer.hang_up:
                     self.connection.shutdown(socket.SHUT_RDWR)

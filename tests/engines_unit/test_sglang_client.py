@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weight_update.engines.sglang_client import SGLangClient, update_request
-from weight_update.errors import ConfigurationError, EngineRejected
+from weight_update.errors import EngineRejected
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -226,29 +226,7 @@ def test_a_route_is_probed_without_running_it(
     assert server.asked[0].method == "OPTIONS"
 
 
-@pytest.mark.parametrize(
-    ("newer", "older", "label"),
-    [
-        ((200, {"weight_version": "7"}), None, "7"),
-        ((200, {"weight_version": 7}), None, "7"),
-        ((200, {"weight_version": "default"}), None, "default"),
-        ((200, {"weight_version": None}), None, None),
-        ((200, {"model_path": "m"}), None, None),
-        ((404, {}), (200, {"weight_version": "3"}), "3"),
-        ((404, {}), (404, {}), None),
-    ],
-)
-def test_the_label_is_read_from_the_newer_route_or_else_the_older(
-    server, client, answer, newer, older, label: str | None
-) -> None:
-    server.answers["/model_info"] = answer(*newer)
-    if older:
-        server.answers["/get_model_info"] = answer(*older)
-
-    assert client.label(soon()) == label
-
-
-@pytest.mark.parametrize("ask", [SGLangClient.label, SGLangClient.server_info])
+@pytest.mark.parametrize("ask", [SGLangClient.model_info, SGLangClient.server_info])
 @pytest.mark.parametrize(
     ("status", "body"), [(500, "boom"), (401, {"error": "no"}), (200, "<html>"), (200, [1])]
 )
@@ -271,14 +249,65 @@ def test_an_answer_that_tells_nothing_is_a_refusal(
         ((404, "not found"), (404, "not found"), {}),
     ],
 )
-def test_the_server_info_is_read_from_the_newer_route_or_else_the_older(
-    server, client, answer, newer, older, info: dict[str, Any]
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [(SGLangClient.server_info, "server_info"), (SGLangClient.model_info, "model_info")],
+)
+def test_information_is_read_from_the_newer_route_or_else_the_older(
+    server, client, answer, ask, name: str, newer, older, info: dict[str, Any]
 ) -> None:
-    server.answers["/server_info"] = answer(*newer)
+    server.answers[f"/{name}"] = answer(*newer)
     if older:
-        server.answers["/get_server_info"] = answer(*older)
+        server.answers[f"/get_{name}"] = answer(*older)
 
-    assert client.server_info(soon()) == info
+    assert ask(client, soon()) == info
+
+
+@pytest.mark.parametrize(("status", "ready"), [(200, True), (503, False), (404, None), (500, None)])
+def test_a_server_is_ready_or_paused_or_does_not_say(
+    server, client, answer, status: int, ready: bool | None
+) -> None:
+    server.answers["/ready"] = answer(status=status, body="")
+
+    assert client.ready(soon()) is ready
+
+
+QUESTIONS = {
+    "checksums": (
+        lambda c: c.checksums(soon(), "verify"),
+        "/weights_checker",
+        {"action": "checksum"},
+    ),
+    "first_row": (
+        lambda c: c.first_row("a.weight", soon()),
+        "/get_weights_by_name",
+        {"name": "a.weight", "truncate_size": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "route", "body"), QUESTIONS.values(), ids=QUESTIONS.keys())
+@pytest.mark.parametrize("status", [200, 400, 404, 405, 422])
+def test_a_question_about_weights_is_answered_or_cannot_be(
+    server, client, answer, call, route: str, body: dict[str, Any], status: int
+) -> None:
+    server.answers[route] = answer(status=status, body={"told": 1})
+
+    assert call(client) == ({"told": 1} if status == 200 else None)
+    (asked,) = server.asked
+    assert (asked.method, asked.path, asked.body) == ("POST", route, body)
+
+
+@pytest.mark.parametrize(("call", "route", "body"), QUESTIONS.values(), ids=QUESTIONS.keys())
+@pytest.mark.parametrize("status", [302, 401, 403, 500, 503])
+def test_a_refusal_is_not_taken_for_a_server_that_cannot_tell_its_weights(
+    server, client, answer, call, route: str, body: dict[str, Any], status: int
+) -> None:
+    server.answers[route] = answer(status=status, body="no")
+
+    with pytest.raises(EngineRejected, match=f"{route} answered {status}") as caught:
+        call(client)
+    assert caught.value.phase == "verify"
 
 
 @pytest.mark.parametrize(
@@ -305,35 +334,16 @@ def test_a_flush_gives_the_answer_for_the_caller_to_judge(
 def test_questions_carry_the_ordinary_key_and_commands_the_admin_key(server) -> None:
     client = SGLangClient(server.url, HttpOptions(api_key="ordinary", admin_api_key="admin"))
     client.server_info(soon())
-    client.label(soon())
-    for call, _, _ in CALLS.values():
+    client.model_info(soon())
+    client.ready(soon())
+    client.workers(soon())
+    for call, _, _ in [*CALLS.values(), *QUESTIONS.values()]:
         call(client)
 
     sent = {asked.path: asked.headers["Authorization"] for asked in server.asked}
-    questions = {"/server_info", "/model_info"}
+    questions = {"/server_info", "/model_info", "/ready", "/workers", "/list_workers"}
     assert {sent[route] for route in questions} == {"Bearer ordinary"}
     assert {key for route, key in sent.items() if route not in questions} == {"Bearer admin"}
-
-
-# -- servers of another kind ----------------------------------------------------------------
-
-
-def test_a_server_without_any_route_of_sglang_is_named_for_what_it_is(server, client, answer):
-    for route in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
-        server.answers[route] = answer(404, "not found")
-
-    with pytest.raises(ConfigurationError, match="no SGLang server answers here") as caught:
-        client.server_info(soon())
-    assert caught.value.engine == server.url
-    assert "root URL" in str(caught.value)
-
-
-def test_a_server_that_only_hides_its_layout_is_taken_for_what_it_is(server, client, answer):
-    for route in ("/server_info", "/get_server_info"):
-        server.answers[route] = answer(404, "not found")
-    server.answers["/model_info"] = answer(200, {"weight_version": "default"})
-
-    assert client.server_info(soon()) == {}
 
 
 def test_a_key_that_the_server_repeats_is_not_passed_on(server, answer):

@@ -103,7 +103,7 @@ def test_no_key_is_in_the_log_of_a_good_update(
     """C51: not even at debug level."""
     sender = kit.make_sender(locked, api_key=KEY, admin_api_key=ADMIN_KEY)
     with caplog.at_level(logging.DEBUG), sender:
-        report = sender.update_weights(WEIGHTS)
+        report = sender.update_weights(kit.llama(1))
     assert "5ecret" not in caplog.text + str(report) + repr(sender._scheme.options)
 
 

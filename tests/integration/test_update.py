@@ -90,7 +90,7 @@ def test_many_small_tensors_travel_in_few_requests(engine: ReferenceEngine) -> N
     tensors = {f"unknown.{i}": torch.zeros(100) for i in range(400)}
     cap = 20 * 400
     log = kit.Log(engine)
-    with kit.make_sender(engine, bucket_bytes=cap) as sender:
+    with kit.make_sender(engine, bucket_bytes=cap, verify="off") as sender:
         report = sender.update_weights(tensors)
     assert report.buckets == log.count(engine, UPDATE) <= ceil(report.bytes / cap) + 1
     names = [name for body in log.bodies(engine, UPDATE) for name in body["names"]]
@@ -122,7 +122,7 @@ def test_dtypes_may_be_mixed_in_a_bucket(bucket_bytes: int | None, engine: Refer
     expected = LlamaForCausalLM(kit.llama(1).config)
     expected.load_state_dict({k: v.float() for k, v in tensors.items() if k != "unknown.flags"})
     log = kit.Log(engine)
-    with kit.make_sender(engine, bucket_bytes=bucket_bytes) as sender:
+    with kit.make_sender(engine, bucket_bytes=bucket_bytes, verify="off") as sender:
         sender.update_weights(tensors)
     assert kit.served(engine) == kit.greedy(expected.eval())
     announced = {
@@ -155,7 +155,7 @@ def test_floating_tensors_are_cast_on_the_way_and_the_model_is_left_alone(
     model = kit.llama(1)
     addresses = [value.data_ptr() for value in model.parameters()]
     log = kit.Log(engine)
-    with kit.make_sender(engine, dtype=torch.bfloat16) as sender:
+    with kit.make_sender(engine, dtype=torch.bfloat16, verify="off") as sender:
         sender.update_weights({**flat(model), "unknown.count": torch.tensor([7])})
     dtypes = {d for body in log.bodies(engine, UPDATE) for d in body["dtypes"]}
     assert dtypes == {"bfloat16", "int64"}
@@ -383,7 +383,7 @@ def test_the_report_says_what_was_done(engine: ReferenceEngine) -> None:
     assert report.pause_mode == "retract"
     assert report.warnings == ()
     assert " ".join(report.seconds) == (
-        "plan connect pause drain begin transfer end flush stamp count continue paused total"
+        "plan connect pause drain begin transfer end flush verify stamp count continue paused total"
     )
     assert 0 < report.seconds["transfer"] < report.seconds["paused"] < report.seconds["total"]
     outcome = report.engines[engine.url]

@@ -57,7 +57,10 @@ def test_a_report_is_plain_json() -> None:
         "version": None,
         "paused": True,
         "detail": "weights new, cache stale",
+        "verified": "unverified",
     }
+    assert plain["verification"] == "unverified"
+    assert plain["in_flight"] == "retracted"
     assert plain["warnings"] == ["w"]
     assert plain["gigabytes_per_second"] == 1.0
 

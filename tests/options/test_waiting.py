@@ -9,39 +9,58 @@ import time
 
 import pytest
 
-from weight_update.waiting import Deadline, spawn
+from weight_update.waiting import Clock, Deadline, spawn
 
 
-class Clock:
+class Hands:
+    """A clock that the test moves."""
+
     def __init__(self) -> None:
-        self.now = 100.0
+        self.time = 100.0
+        self.clock = Clock(now=lambda: self.time, sleep=self.move)
 
-    def __call__(self) -> float:
-        return self.now
+    def move(self, seconds: float) -> None:
+        self.time += seconds
 
 
 def test_a_deadline_counts_down_and_never_below_zero() -> None:
-    clock = Clock()
-    deadline = Deadline(10.0, clock)
+    hands = Hands()
+    deadline = Deadline(10.0, hands.clock)
 
-    clock.now += 4.0
+    hands.move(4.0)
     assert deadline.remaining() == 6.0
     assert not deadline.expired()
 
-    clock.now += 60.0
+    deadline.sleep(60.0)
     assert deadline.remaining() == 0.0
     assert deadline.expired()
 
 
 @pytest.mark.parametrize(("seconds", "remaining"), [(2.0, 2.0), (50.0, 6.0), (6.0, 6.0)])
 def test_a_part_of_a_deadline_never_outlives_it(seconds: float, remaining: float) -> None:
-    clock = Clock()
-    deadline = Deadline(10.0, clock)
-    clock.now += 4.0
+    hands = Hands()
+    deadline = Deadline(10.0, hands.clock)
+    hands.move(4.0)
 
     part = deadline.at_most(seconds)
 
     assert part.remaining() == remaining
+
+
+def test_a_share_of_a_deadline_leaves_time_for_later_steps() -> None:
+    hands = Hands()
+    deadline = Deadline(10.0, hands.clock)
+    hands.move(2.0)
+
+    assert deadline.share(0.5).remaining() == 4.0
+
+
+def test_a_deadline_begun_afresh_outlives_the_one_it_comes_from() -> None:
+    hands = Hands()
+    deadline = Deadline(10.0, hands.clock)
+    hands.move(20.0)
+
+    assert deadline.afresh(3.0).remaining() == 3.0
 
 
 def test_a_deadline_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:

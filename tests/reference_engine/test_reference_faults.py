@@ -28,6 +28,7 @@ SEEN = {
     "non_json": (400, "<html>"),
     "success_false": (200, '"success":false'),
     "lie": (200, '"success":true'),
+    "drop": (200, '"success":true'),
 }
 
 
@@ -130,6 +131,28 @@ def test_refuse_after_load_leaves_the_weights_mixed(
     assert rows == model_a.get_parameter(last)[:100].tolist()
 
 
+NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+
+
+def rows(engine, kit, name):
+    return kit.post(engine, "/get_weights_by_name", name=name).json
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["one by one", "bucket"])
+@pytest.mark.parametrize(
+    ("names", "dropped"), [((DOWN,), {DOWN}), (None, {NORM, DOWN}), (("nobody",), set())]
+)
+def test_drop_receives_all_and_loads_all_but_what_it_drops(
+    engine, trainer, kit, session, tensors, model_a, flat, names, dropped
+):
+    tensors[NORM] = tensors[NORM] + 1  # norms of new models are equal
+    engine.inject(Fault(UPDATE, "drop", when="after_receive", names=names, times=1))
+    assert trainer.send(tensors, flat=flat).json["success"] is True
+    for name in (NORM, DOWN):
+        held = model_a.get_parameter(name) if name in dropped else tensors[name]
+        assert rows(engine, kit, name) == held[:100].tolist()
+
+
 @pytest.fixture(scope="module")
 def harmed(model_a):
     """An engine that the faults in this file may ruin."""
@@ -215,3 +238,5 @@ def test_a_fault_that_makes_no_sense_is_refused_where_it_is_written():
         Fault(UPDATE, "wrong_count", when="after_receive")
     with pytest.raises(ValueError, match="only rank 0 answers"):
         Fault("/ping", "refuse", rank=1)
+    with pytest.raises(ValueError, match="only 'drop' takes names"):
+        Fault(UPDATE, "refuse", names=("a",))

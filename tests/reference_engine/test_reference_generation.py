@@ -64,6 +64,28 @@ def test_a_longer_prompt_reuses_the_part_it_shares(engine, kit, model_a):
     assert answer["output_ids"] == kit.greedy(model_a, longer, 16)
 
 
+def test_requests_of_another_extra_key_share_no_prefix(engine, kit, model_a):
+    def cached(**fields):
+        return engine.generate(kit.PROMPT, **fields)["meta_info"]["cached_tokens"]
+
+    known = len(kit.PROMPT) - 1
+    keys = [None, "v1", "v2", "v1", "", None]
+    assert [cached(extra_key=key) for key in keys] == [0, 0, 0, known, known, known]
+
+
+def test_each_prompt_of_a_batch_has_its_own_extra_key_or_all_have_one(engine, kit):
+    def cached(keys):
+        body = {"input_ids": [kit.PROMPT, kit.PROMPT], "sampling_params": {"max_new_tokens": 1}}
+        reply = kit.post(engine, "/generate", **body, extra_key=keys)
+        return [answer["meta_info"]["cached_tokens"] for answer in reply.json]
+
+    known = len(kit.PROMPT) - 1
+    assert cached("v1") == [0, 0]
+    assert cached(["v1", "v2"]) == [known, 0]
+    assert kit.post(engine, "/generate", input_ids=[[1], [2]], extra_key=["v"]).status == 400
+    assert kit.post(engine, "/generate", input_ids=[1, 2], extra_key=["v"]).status == 400
+
+
 def test_a_flush_empties_the_prefix_cache(engine, kit):
     engine.generate(kit.PROMPT)
     assert kit.get(engine, "/flush_cache").text.startswith("Cache flushed.")

@@ -126,6 +126,8 @@ def test_after_in_place_a_fresh_request_meets_the_stale_prefix(engine, trainer, 
         request.result()
     expected = kit.greedy(model_b, kit.PROMPT, 24)
     assert engine.generate(kit.PROMPT, max_new_tokens=24)["output_ids"] != expected
+    salted = engine.generate(kit.PROMPT, max_new_tokens=24, extra_key="b")["output_ids"]
+    assert salted == expected
     kit.wait_for(lambda: kit.post(engine, "/flush_cache").status == 200)
     assert engine.generate(kit.PROMPT, max_new_tokens=24)["output_ids"] == expected
 

@@ -54,6 +54,16 @@ def test_restart_comes_back_on_the_same_port_as_at_first(mortal, kit, model_a, m
     assert [r["path"] for r in mortal.requests()].count("/begin_weight_update") >= 3
 
 
+def test_each_start_shows_another_seed(mortal, kit):
+    def seed():
+        return kit.get(mortal, "/server_info").json["random_seed"]
+
+    first = seed()
+    assert seed() == first
+    mortal.restart()
+    assert seed() != first
+
+
 def test_calls_of_other_threads_end_when_the_engine_is_restarted(mortal, kit):
     over = threading.Event()
 

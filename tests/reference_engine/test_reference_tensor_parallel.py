@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from weight_update import SGLangWeightSyncScheme
 from weight_update.reference_engine import Fault, ReferenceEngine
@@ -23,8 +25,8 @@ def wide(model_a):
 
 @pytest.fixture
 def sender(wide, model_a):
-    """A sender of the library, which asks the server for its ranks; leaves model A behind."""
-    with SGLangWeightSyncScheme(wide.url).create_sender() as sender:
+    """A sender of the library that believes what it is told; leaves model A behind."""
+    with SGLangWeightSyncScheme(wide.url, verify="off").create_sender() as sender:
         yield sender
         wide.clear_faults()
         sender.update_weights(model_a)
@@ -90,6 +92,44 @@ def test_the_checker_lists_both_ranks_with_their_own_digests(wide, kit, sender, 
     sender.update_weights(model_b)
     changed = [old != new for old, new in zip(before, ranks(), strict=True)]
     assert changed == [True, False]
+
+
+def sha256_of(part):
+    return hashlib.sha256(part.contiguous().numpy().tobytes()).hexdigest()
+
+
+@torch.no_grad()
+def test_the_checker_says_which_part_of_what_it_digested(wide, kit, sender, model_b):
+    sender.update_weights(model_b)
+    for rank in kit.get(wide, "/weights_checker").json["ranks"]:
+        assert (rank["digest"], rank["dtype"]) == ("sha256", "float32")
+        assert set(rank["parts"]) == set(rank["checksums"]) == set(dict(model_b.named_parameters()))
+        for name, part in rank["parts"].items():
+            value = model_b.get_parameter(name)
+            if part["dim"] is not None:
+                value = value.narrow(part["dim"], part["start"], part["length"])
+            assert rank["checksums"][name] == sha256_of(value), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_drops_a_weight_shows_in_its_digests_alone(
+    wide, kit, sender, model_a, model_b, rank
+):
+    def held():
+        return [rank["checksums"] for rank in kit.get(wide, "/weights_checker").json["ranks"]]
+
+    shard = "model.layers.0.self_attn.q_proj.weight"
+    sender.update_weights(model_b)
+    right = held()
+    sender.update_weights(model_a)
+    drop = Fault(UPDATE, "drop", when="after_receive", rank=rank, names=(shard,), times=1)
+    wide.inject(drop)
+    sender.update_weights(model_b)
+    wrong = [
+        {name for name, digest in own.items() if digest != there[name]}
+        for own, there in zip(held(), right, strict=True)
+    ]
+    assert wrong == [{shard} if number == rank else set() for number in (0, 1)]
 
 
 def test_tied_embeddings_are_divided_too(kit):

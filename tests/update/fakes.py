@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
+from weight_update.facts import Digests, NameCheck, Sighting
 from weight_update.options import UpdateOptions
-from weight_update.update.updater import Updater
+from weight_update.update.updater import Push, Updater
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
 from weight_update.weights.extract import extract_weights
@@ -48,6 +49,8 @@ class FakeEngine:
     calls: list[str] = field(default_factory=list)
     faults: dict[str, list[Exception | None]] = field(default_factory=dict)
     can: bool = True
+    layout: str | None = None
+    instance: str = "first"
 
     def fail(self, call: str, fault: str, *, after: int = 0) -> None:
         """Makes the call after `after` good ones fail once."""
@@ -68,9 +71,25 @@ class FakeEngine:
     def objection(self, mode: str) -> str | None:
         return None
 
+    def workers(self, deadline: Deadline) -> tuple[str, ...]:
+        return ()
+
+    def observe(self, deadline: Deadline) -> Sighting:
+        self._enter("observe")
+        return Sighting(self.shown, not self.paused, self.instance)
+
     def label(self, deadline: Deadline) -> str | None:
         self._enter("label")
         return self.shown
+
+    def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
+        return NameCheck()
+
+    def digests(self, deadline: Deadline) -> Digests | None:
+        return None
+
+    def first_values(self, name: str, deadline: Deadline) -> tuple[float, ...] | None:
+        return None
 
     def join(self, **arguments: Any) -> None:
         self._enter("join")
@@ -193,7 +212,7 @@ class House:
             return []
 
         weights = extract_weights({name: torch.zeros(2) for name in "abcd"})
-        return self.updater.update(lambda: weights, counted=count)
+        return self.updater.update(Push(lambda: weights, count))
 
 
 def house(engines: int, **options: Any) -> House:
@@ -206,5 +225,8 @@ def house(engines: int, **options: Any) -> House:
         return groups[-1]
 
     chosen = UpdateOptions(bucket_bytes=8, **{"timeout": 5.0, **options})
-    updater = Updater(fakes, open_group, lambda device: FakePacker(), chosen)
+    by_url = {fake.url: fake for fake in fakes}
+    updater = Updater(
+        list(by_url), by_url.__getitem__, open_group, lambda device: FakePacker(), chosen
+    )
     return House(fakes, updater, groups)

@@ -17,7 +17,8 @@ import torch
 
 from weight_update import EngineState, UpdateTimeout, WeightUpdateError
 from weight_update.report import Progress
-from weight_update.update.procedure import Stopwatch
+from weight_update.update.fleet import Fleet
+from weight_update.update.updater import Push
 from weight_update.weights.extract import extract_weights
 
 _spec = importlib.util.spec_from_file_location("fakes", Path(__file__).parent / "fakes.py")
@@ -55,8 +56,8 @@ def test_the_steps_run_in_order_on_every_engine() -> None:
 
     report = home.push()
 
-    expected = ["label", "inspect", "join", "pause", "drain", "begin", *["apply"] * 4]
-    expected += ["end", "flush", "stamp", "resume"]
+    expected = ["observe", "inspect", "join", "pause", "drain", "begin", *["apply"] * 4]
+    expected += ["end", "flush", "stamp", "observe", "resume", "observe"]
     assert [engine.calls for engine in home.engines] == [expected] * 2
     assert report.version == 1
     assert report.buckets == 4
@@ -72,7 +73,7 @@ def test_the_version_is_counted_after_every_label_and_before_any_continues() -> 
         return []
 
     weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
-    home.updater.update(lambda: weights, counted=count)
+    home.updater.update(Push(lambda: weights, count))
 
     assert seen == [("1", True)] * 3
 
@@ -244,7 +245,7 @@ def test_an_interrupt_leaves_a_known_state_and_says_so() -> None:
 
     weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
     with pytest.raises(KeyboardInterrupt) as raised:
-        home.updater.update(lambda: weights, counted=interrupt)
+        home.updater.update(Push(lambda: weights, interrupt))
 
     assert not home.engines[0].paused
     assert "new" in raised.value.__notes__[0]
@@ -284,8 +285,9 @@ def test_a_warm_up_neither_heals_nor_resumes_a_mixed_engine() -> None:
     home.engines[0].fail("apply", "refuse", after=2)
     failure_of(home)
 
-    home.updater._connect(fakes.torch.device("cpu"), fakes.Deadline(5), Stopwatch())
-    home.updater._warm_up(fakes.torch.device("cpu"), fakes.Deadline(5))
+    home.updater.connect(fakes.torch.device("cpu"))
+    wire = home.updater._wire
+    wire._warm_up(Fleet(home.updater.roster.members), fakes.torch.device("cpu"), fakes.Deadline(5))
 
     assert home.updater.engines[home.engines[0].url].state is EngineState.MIXED
     assert home.engines[0].paused
@@ -294,7 +296,7 @@ def test_a_warm_up_neither_heals_nor_resumes_a_mixed_engine() -> None:
 def test_a_failed_update_reports_what_this_update_did_not_what_the_last_did() -> None:
     home = house(2)
     home.push()
-    home.engines[1].fail("label", "refuse")
+    home.engines[1].fail("observe", "refuse")
 
     error = failure_of(home)
 
@@ -330,7 +332,7 @@ def test_an_answer_that_comes_after_its_attempt_changes_nothing_in_the_next(fail
     assert states(failure_of(home))[1] is EngineState.MIXED
     home.engines[1].fail("apply", "refuse", after=3)
     second = _Held(home.engines[0], "begin")
-    late_call = home.updater._fleet.members[1].call
+    late_call = home.updater.roster.members[1].call
 
     def let_go() -> None:
         wait_for(lambda: home.engines[0].calls[-1] == "begin")  # the next attempt is under way
@@ -355,7 +357,7 @@ def test_a_push_that_lacks_weights_of_the_failed_one_does_not_heal() -> None:
     some = fakes.extract_weights({"a": fakes.torch.zeros(2)})
 
     with pytest.raises(WeightUpdateError, match="lacks 2 of the tensors") as failure:
-        home.updater.update(lambda: some, counted=lambda version: (), whole=False)
+        home.updater.update(Push(lambda: some, lambda version: (), whole=False))
 
     assert failure.value.phase == "plan"
     assert home.engines[0].paused
@@ -395,7 +397,7 @@ def test_collectors_that_hang_do_not_keep_the_engines_paused() -> None:
         release.wait(20)
         return []
 
-    report = home.updater.update(lambda: weights, counted=hang)
+    report = home.updater.update(Push(lambda: weights, hang))
     release.set()
 
     assert not home.engines[0].paused
@@ -408,7 +410,7 @@ def test_an_engine_that_was_lost_is_joined_anew_once_it_is_back() -> None:
     home.engines[1].fail("stamp", "reset")
     home.engines[1].dead = False
     home.engines[1].faults["resume"] = [fakes.FAULTS["reset"](home.engines[1].url)]
-    home.engines[1].faults["label"] = [None, fakes.FAULTS["reset"](home.engines[1].url)]
+    home.engines[1].faults["label"] = [fakes.FAULTS["reset"](home.engines[1].url)]
 
     error = failure_of(home)
 
@@ -451,7 +453,7 @@ def test_a_partial_push_into_an_update_that_another_trainer_left_open_is_refused
     some = fakes.extract_weights({"a": fakes.torch.zeros(2)})
 
     with pytest.raises(WeightUpdateError, match="another trainer") as failure:
-        home.updater.update(lambda: some, counted=lambda version: (), whole=False)
+        home.updater.update(Push(lambda: some, lambda version: (), whole=False))
 
     assert states(failure.value) == [EngineState.MIXED]
     assert home.engines[0].paused
@@ -476,7 +478,7 @@ def test_a_restart_is_noted_although_another_engine_fails_in_the_same_look() -> 
 def test_an_engine_that_dies_in_the_join_is_reported_as_lost() -> None:
     home = house(2)
     home.engines[1].fail("join", "reset")
-    home.engines[1].fail("label", "reset", after=1)
+    home.engines[1].fail("label", "reset")
 
     assert states(failure_of(home)) == [EngineState.OLD, EngineState.UNREACHABLE]
 
@@ -520,7 +522,7 @@ def test_a_hook_that_calls_its_sender_is_refused_at_once() -> None:
             caught.append(error)
 
     weights = extract_weights({"a": torch.zeros(2)})
-    home.updater.update(lambda: weights, counted=lambda _: [], progress=call_again)
+    home.updater.update(Push(lambda: weights, lambda _: [], progress=call_again))
 
     assert "a hook of a running update called its sender" in str(caught[0])
     assert home.push().version == 2

@@ -21,12 +21,12 @@ fakes = sys.modules["fakes"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fakes)
 
 PHASES = ["plan", "connect", "plan", "pause", "drain", "begin", "transfer"]
-AFTERWARDS = ["end", "flush", "stamp", "count", "continue"]
+AFTERWARDS = ["end", "flush", "verify", "stamp", "count", "continue"]
 
 
 def push(home: Any, hook: Any) -> Any:
     weights = fakes.extract_weights({name: fakes.torch.zeros(2) for name in "abcd"})
-    return home.updater.update(lambda: weights, counted=lambda _: (), progress=hook)
+    return home.updater.update(fakes.Push(lambda: weights, lambda _: (), progress=hook))
 
 
 def test_a_hook_is_told_of_each_phase_and_of_each_confirmed_bucket() -> None:
@@ -41,12 +41,16 @@ def test_a_hook_is_told_of_each_phase_and_of_each_confirmed_bucket() -> None:
     assert (told[0].bytes_total, told[0].buckets) == (0, 0)
 
 
-def test_a_hook_is_called_from_the_updating_thread() -> None:
-    threads = set()
+def test_a_hook_that_does_not_return_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    home = fakes.house(1)
+    release = threading.Event()
 
-    push(fakes.house(2), lambda _: threads.add(threading.current_thread()))
+    with caplog.at_level(logging.WARNING, "weight_update"):
+        report = push(home, lambda _: release.wait(60))
+    release.set()
 
-    assert threads == {threading.current_thread()}
+    assert report.version == 1
+    assert "no return within 1 s" in caplog.text
 
 
 @pytest.mark.parametrize("good_calls", [0, 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from weight_update.bench.rows import Row
+    from weight_update.bench.soak import SoakResult
 
 HELP = """\
 Measure updates on this machine, beside what the link allows in the same run.
 
 \b
-Example:
+Examples:
   weight-update bench loopback --tensors 300 --engines 1 --gigabytes 0.05 --rounds 3
+  weight-update bench soak --updates 50
 """
 
 app = typer.Typer(
@@ -36,11 +39,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-
-@app.callback()
-def _top() -> None:
-    """Keeps ``loopback`` a command of its own."""
 
 
 LOOPBACK_HELP = """Update reference engines on this host, over the loopback.
@@ -166,3 +164,94 @@ def _findings(row: Row) -> Iterable[str]:
         yield f"at most {row.extra_memory_bytes / 1e6:,.0f} MB on the trainer above its model"
     if row.correct and "against" not in row.job:
         yield "every tensor of every engine equals the trainer's, bit for bit"
+
+
+SOAK_HELP = """Update engines again and again, under traffic and with faults by chance.
+
+Reference engines of this host, each a process of its own, are updated by one long-lived sender
+that needs all of them, then by one that needs all but one; clients ask every engine all the
+time. The pause mode changes with each update. By chance an engine refuses, lies, answers
+nonsense or nothing, hangs, is frozen, killed (-9) or restarted, at any step.
+
+\b
+After every update it is checked that
+  - it returned by its deadline and 2 s, and the trainer's own weights did not change
+  - the report says of each engine what that engine is: what it holds, generates and shows, and
+    whether it is paused
+  - versions went up by one a success
+  - an update that nothing disturbed left every engine new and serving
+and of every answer to a client that it came, whole, and that each token is what the version
+it names says. A connection may break only if its engine was killed.
+
+Memory, threads and descriptors of each process are noted all along. Their medians of the last
+fifth of the run may lie above those of the second fifth by 2 threads, 2 descriptors, and 5 % of
+memory or 20 MB, whichever is more; of an engine, its longest life counts. Fewer than 15 samples
+are not judged.
+
+\b
+Example: the whole (about half an hour), with its picture, and a quick look
+  weight-update bench soak --plot soak.svg
+  weight-update bench soak --updates 50 --sample-every 2 --seed 7
+
+\b
+Exit codes:
+  0    nothing was wrong, and nothing grew
+  1    something was, and the text says what; or the soak itself failed
+  2    wrong arguments
+  130  interrupted
+"""
+
+
+@app.command(help=SOAK_HELP)
+def soak(
+    updates: Annotated[int, typer.Option(min=2, help="How many updates.")] = 1000,
+    engines: Annotated[int, typer.Option(help="How many engines.")] = 3,
+    clients: Annotated[int, typer.Option(min=1, help="Clients of each engine.")] = 2,
+    faults: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Chance that an update is disturbed.")
+    ] = 0.2,
+    seed: Annotated[int, typer.Option(help="Repeats the choices of a run.")] = 0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that an update may take.")] = 10,
+    sample_every: Annotated[
+        int, typer.Option(min=1, help="Updates between two looks at the processes.")
+    ] = 10,
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Draw memory, threads and descriptors (.svg, .png)."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write the result, samples and all, and nothing else.")
+    ] = False,
+) -> None:
+    """Updates reference engines again and again, with faults by chance."""
+    needs_extra("weight-update bench")
+    from weight_update.bench.soak import SoakJob, run_soak
+    from weight_update.bench.soak_plot import MISSING_EXTRA, can_plot
+
+    job = SoakJob(updates, engines, clients, faults, seed, timeout, sample_every=sample_every)
+    objection = job.objection() or (MISSING_EXTRA if plot and not can_plot() else None)
+    if objection:
+        usage(objection)
+    quiet: AbstractContextManager[None] = result_on_stdout() if as_json else nullcontext()
+    with quiet:
+        try:
+            result = run_soak(job, say)
+        except (RuntimeError, OSError) as error:  # an engine did not start, no space
+            say(f"the soak failed: {error}")
+            raise typer.Exit(Exit.FAILED) from error
+        _tell_soak(result, plot, as_json=as_json)
+    if not result.ok:
+        raise typer.Exit(Exit.FAILED)
+
+
+def _tell_soak(result: SoakResult, plot: Path | None, *, as_json: bool) -> None:
+    if plot is not None:
+        from weight_update.bench.soak_plot import plot as draw
+
+        draw(result, plot)
+    if as_json:
+        give(result.to_dict())
+        return
+    out = console()
+    for line in result.lines():
+        out.print(line, markup=False)

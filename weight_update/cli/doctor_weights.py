@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weight_update.cli.doctor_facts import ModelFacts
 from weight_update.cli.findings import Finding
+from weight_update.engines.sglang_names import are_names_known, compare_names
 from weight_update.engines.sglang_probe import ServerFacts
 from weight_update.weights.checkpoint import some_of
 from weight_update.weights.specs import TensorSpec
 
-# Architectures whose fused names were read in SGLang's source; of others, a name that does not
-# fit may be one that they fuse in a way not known here.
-_KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _SHAPING = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
-)
-# Start arguments under which a server's weights have other names inside.
-_RENAMING = ("quantization", "enable_lora", "speculative_algorithm")
-_FUSED = (
-    (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
-    (re.compile(r"\.(?:gate|up)_proj\."), ".gate_up_proj."),
 )
 _SHOWN = 3
 
@@ -56,7 +47,8 @@ def name_findings(
     tied = bool(config.get("tie_word_embeddings"))
     if server.names is not None:
         unknown, lacking = compare_names(specs, server.names, tied=tied)
-        if (unknown or lacking) and not _names_are_known(server):
+        known = are_names_known(server.info, server.model.get("architectures") or ())
+        if (unknown or lacking) and not known:
             yield Finding(
                 "unknown",
                 f"whether {len(unknown) + len(lacking)} name(s) fit, such as "
@@ -73,12 +65,6 @@ def name_findings(
     yield from _misnamed(server.url, unknown, lacking)
 
 
-def _names_are_known(server: ServerFacts) -> bool:
-    """Whether the names that it tells are those of the model, fused in a way known here."""
-    changed = any(server.info.get(name) for name in _RENAMING)
-    return not changed and bool(_KNOWN & set(server.model.get("architectures") or ()))
-
-
 def _misnamed(url: str, unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[Finding]:
     remedy = "push a checkpoint of the model that the server serves, with its names"
     if unknown:
@@ -91,40 +77,6 @@ def _misnamed(url: str, unknown: Sequence[str], lacking: Sequence[str]) -> Itera
         yield Finding(
             "problem", f"{len(lacking)} weight(s) {what}: {some_of(lacking)}", url, remedy
         )
-
-
-def compare_names(
-    names: Sequence[str] | Mapping[str, Any], runtime: frozenset[str], *, tied: bool = False
-) -> tuple[list[str], list[str]]:
-    """Names that the server does not have, and its own that no name brings.
-
-    Args:
-        names: The checkpoint's.
-        runtime: The server's, fused as it fuses them.
-        tied: Whether the model ties its output layer to its embedding.
-
-    Example:
-        >>> compare_names(["a.q_proj.weight", "x"], frozenset({"a.qkv_proj.weight", "norm"}))
-        (['x'], ['norm'])
-    """
-    homes = {name: _home(name, runtime) for name in names}
-    unknown = {name for name, home in homes.items() if home not in runtime}
-    lacking = runtime - set(homes.values())
-    return _loaded(unknown, tied), _loaded(lacking, tied)
-
-
-def _home(name: str, runtime: frozenset[str]) -> str:
-    if name in runtime:
-        return name
-    for pattern, fused in _FUSED:
-        name = pattern.sub(fused, name)
-    return name
-
-
-def _loaded(names: Iterable[str], tied: bool) -> list[str]:
-    """Without what loaders compute themselves, and without a tied output layer."""
-    loaded = (name for name in names if "rotary_emb." not in name)
-    return sorted(name for name in loaded if not (tied and name.endswith("lm_head.weight")))
 
 
 def shape_findings(

@@ -25,6 +25,15 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Verify(StrEnum):
+    """How servers prove that they hold what was sent."""
+
+    AUTO = "auto"
+    CHECKSUM = "checksum"
+    SAMPLE = "sample"
+    OFF = "off"
+
+
 Server = Annotated[
     list[str],
     typer.Option(

@@ -49,7 +49,7 @@ too. Progress goes to standard error.
 
 \b
 Exit codes:
-  0    every server generates with the new weights
+  0    every server (with --quorum, that many) generates with the new weights
   1    refused, or failed before any server was touched, or every server is as it was
   2    wrong arguments
   3    failed after servers were touched, and one is left mixed, paused or unreachable; the
@@ -104,6 +104,25 @@ Check = Annotated[
         "does not fit: SGLang itself may take it without a word.",
     ),
 ]
+Quorum = Annotated[
+    int | None,
+    typer.Option(
+        "--quorum",
+        metavar="N",
+        min=1,
+        help="How many servers must take it; those that fail are left out and reported. By "
+        "default all must.",
+    ),
+]
+Verify = Annotated[
+    options.Verify | None,
+    typer.Option(
+        "--verify",
+        help="How servers prove, before they continue, that they hold what was sent: digests of "
+        "all weights, some weights read back, or whatever they can do (auto, the default; off "
+        "with --no-check).",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -127,6 +146,8 @@ def push(
     bucket_bytes: BucketBytes = None,
     device: Device = "cpu",
     check: Check = True,
+    verify: Verify = None,
+    quorum: Quorum = None,
     master_address: options.MasterAddress = None,
     master_port: options.MasterPort = None,
     ca_file: options.CaFile = None,
@@ -143,6 +164,8 @@ def push(
             dtype=dtype,
             timeout=timeout,
             ca_file=None if ca_file is None else str(ca_file),
+            verify=(verify.value if verify else "auto" if check else "off"),
+            quorum="all" if quorum is None else quorum,
         )
         job = Job(checkpoint, scheme, check, as_json)
         _rehearse(job) if dry_run else _run(job)

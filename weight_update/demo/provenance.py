@@ -48,7 +48,7 @@ def span_fault(sample: Sample, versions: Sequence[str]) -> str:
         versions: All that the engine has served so far, oldest first.
 
     Example:
-        >>> from weight_update.demo.sampler import Span
+        >>> from weight_update.rollouts import Span
         >>> sample = Sample((10, 1), (2, 3), (0.0, 0.0), (Span("2", 0, 2),), asked_under="1")
         >>> span_fault(sample, ["default", "1", "2"]), span_fault(sample, ["default", "1"])
         ('', "version '2' was never pushed")

@@ -12,6 +12,7 @@ from typing import Any
 import requests
 
 from weight_update.demo.task import OUTPUT_TOKENS, PROMPTS
+from weight_update.rollouts import Span, versions_of
 
 GROUP = 4
 """Requests of one HTTP call, all for the same prompt."""
@@ -23,15 +24,6 @@ _CALL_SECONDS = 60.0
 
 class DemoError(RuntimeError):
     """The demo cannot go on."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens ``start`` to ``end`` of an output were made by the weights called ``version``."""
-
-    version: str
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -120,8 +112,7 @@ def read_sample(prompt: Sequence[int], answer: dict[str, Any], asked_under: str)
     finished = meta["finish_reason"]["type"] == "length"
     if not finished or not len(output) == len(logprobs) == OUTPUT_TOKENS:
         return None
-    spans = tuple(Span(s["version"], s["start"], s["end"]) for s in meta["weight_versions"])
-    return Sample(tuple(prompt), output, logprobs, spans, asked_under)
+    return Sample(tuple(prompt), output, logprobs, versions_of(answer).spans, asked_under)
 
 
 class Sampler:

@@ -154,7 +154,7 @@ def json_of(response: requests.Response) -> Any:
     """The JSON body of an answer; None when it is something else."""
     try:
         return response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

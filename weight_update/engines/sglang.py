@@ -1,9 +1,11 @@
-"""SGLang as an engine: what it can do, and the session that its update requests run in."""
+"""SGLang as an engine: what it can do, what it says of itself, and what it is told."""
 
 from __future__ import annotations
 
-import time
+import re
+from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 from weight_update.engines.sglang_capabilities import (
     PROBED_ROUTES,
@@ -13,15 +15,28 @@ from weight_update.engines.sglang_capabilities import (
     read_layout,
     running_requests,
 )
-from weight_update.engines.sglang_client import SGLangClient, update_request
-from weight_update.errors import ConfigurationError, EngineRejected, UpdateTimeout
+from weight_update.engines.sglang_client import SGLangClient
+from weight_update.engines.sglang_facts import (
+    SGLangModel,
+    digests_of,
+    first_row_of,
+    instance_of,
+    label_of,
+    model_of,
+)
+from weight_update.engines.sglang_names import RuntimeNames, check_names, runtime_names
+from weight_update.engines.sglang_session import SGLangSession
+from weight_update.errors import ConfigurationError, Phase, UpdateTimeout
+from weight_update.facts import Digests, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode
 from weight_update.waiting import Deadline
-from weight_update.weights.buckets import Bucket
 
 _POLL_SECONDS = 0.02
 _FROZEN_POLLS = 10
 _FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+# The server cuts these out of a fused weight behind its first part, whose length it takes to be
+# the hidden size: wrong for some head sizes.
+_BEHIND = re.compile(r"\.[kv]_proj\..*")
 
 
 class SGLangEngine:
@@ -43,6 +58,9 @@ class SGLangEngine:
         self._client = SGLangClient(url, options)
         self._capabilities: SGLangCapabilities | None = None
         self._layout = SGLangLayout(ranks=None, disaggregated=False)
+        self._model = SGLangModel()
+        self._runtime: RuntimeNames | None = None
+        self._square: bool | None = None
 
     def inspect(self, deadline: Deadline) -> None:
         """Learns release, routes and layout; the only place where capabilities are decided.
@@ -52,12 +70,15 @@ class SGLangEngine:
             EngineRejected: The server wants another key.
         """
         info = self._client.server_info(deadline)
+        model = self._client.model_info(deadline, "connect")
+        self._refuse_strangers(info, model)
         routes = {route: self._client.has(route, deadline) for route in PROBED_ROUTES}
         release = info.get("version")
         self._layout = read_layout(info, url=self.url)
         self._capabilities = read_capabilities(
             release if isinstance(release, str) else "", routes, url=self.url
         )
+        self._model, self._runtime, self._square = model_of(info, model), None, None
 
     @property
     def capabilities(self) -> SGLangCapabilities:
@@ -71,9 +92,54 @@ class SGLangEngine:
         """Ranks that join the group, or None when the server does not say."""
         return self._layout.ranks
 
+    @property
+    def layout(self) -> str | None:
+        """Equal for servers that hold equal weights in equal parts; None when it is unknown."""
+        return self._model.layout
+
+    def workers(self, deadline: Deadline) -> tuple[str, ...]:
+        """URLs of the servers behind this one, if it is a router; none for a server.
+
+        Raises:
+            ConfigurationError: A router that does not list workers that are all healthy.
+        """
+        return self._client.workers(deadline)
+
+    def observe(self, deadline: Deadline) -> Sighting:
+        """Label, readiness and instance as the server shows them now.
+
+        Raises:
+            UpdateTimeout: The scheduler does not answer; it may be stuck in a group.
+        """
+        label = self.label(deadline)
+        ready = self._client.ready(deadline)
+        return Sighting(label, ready, instance_of(self._client.server_info(deadline, "plan")))
+
     def label(self, deadline: Deadline) -> str | None:
         """The version label that the server shows now; None when it shows none."""
-        return self._client.label(deadline)
+        return label_of(self._client.model_info(deadline))
+
+    def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
+        """Compares names with those that the server can load, where its loader is known.
+
+        The names that a server shows for its weights never change, so they are asked for once.
+        """
+        if self._runtime is None and self._model.names_known:
+            digests = self._digests(deadline, "plan")
+            self._runtime = None if digests is None else runtime_names(digests)
+        if self._runtime is None:
+            return NameCheck()
+        return check_names(names, self._runtime, self._model.architectures)
+
+    def digests(self, deadline: Deadline) -> Digests | None:
+        """Digests of all weights by rank; None where the release or its device has none."""
+        return self._digests(deadline, "verify")
+
+    def first_values(self, name: str, deadline: Deadline) -> tuple[float, ...] | None:
+        """The start of a weight's first row, or None when the server cannot be trusted with it."""
+        if not self._model.plain or not self._is_well_placed(name, deadline):
+            return None
+        return first_row_of(self._client.first_row(name, deadline))
 
     def objection(self, mode: PauseMode) -> str | None:
         """Why this server cannot be updated under a pause mode; None when it can."""
@@ -164,7 +230,7 @@ class SGLangEngine:
                     engine=self.url,
                     phase="flush",
                 )
-            time.sleep(pause)
+            deadline.sleep(pause)
 
     def flush_once(self, deadline: Deadline) -> bool:
         """Asks for one flush; whether it was done."""
@@ -182,6 +248,28 @@ class SGLangEngine:
         """Closes the connections."""
         self._client.close()
 
+    def _refuse_strangers(self, info: dict[str, Any], model: dict[str, Any]) -> None:
+        if not info and not model:
+            raise ConfigurationError(
+                "no SGLang server answers here: /server_info and /model_info are missing",
+                engine=self.url,
+                phase="connect",
+                remedy="give the server's root URL (without /v1), and not another service's",
+            )
+
+    def _is_well_placed(self, name: str, deadline: Deadline) -> bool:
+        """Whether the server finds a weight: queries are as long as the hidden size, or none."""
+        if not _BEHIND.search(name):
+            return True
+        if self._square is None:
+            siblings = (_BEHIND.sub(f".{letter}_proj.weight", name) for letter in "qo")
+            rows = [first_row_of(self._client.first_row(each, deadline)) for each in siblings]
+            self._square = None not in rows and len(rows[0] or ()) == len(rows[1] or ())
+        return self._square
+
+    def _digests(self, deadline: Deadline, phase: Phase) -> Digests | None:
+        return digests_of(self._client.checksums(deadline, phase))
+
     def _wait_until_idle(self, route: str, patience: int | None, deadline: Deadline) -> None:
         seen, repeats = None, 0
         while running := running_requests(self._client.loads(route, deadline)):
@@ -193,65 +281,4 @@ class SGLangEngine:
                 raise UpdateTimeout(
                     f"{running} request(s) still run", engine=self.url, phase="drain"
                 )
-            time.sleep(_POLL_SECONDS)
-
-
-class SGLangSession:
-    """One update of one server: open, apply buckets, close; or recover.
-
-    Args:
-        client: The server.
-        needed: Whether the release has sessions; without, opening and closing do nothing.
-    """
-
-    def __init__(self, client: SGLangClient, *, needed: bool) -> None:
-        self._client = client
-        self._needed = needed
-
-    def open(self, deadline: Deadline) -> bool:
-        """Begins the update; returns whether another one was open.
-
-        A trainer that died leaves its session open, and with it weights that may be partly
-        its own: it is closed, and the caller must not take the weights for clean.
-        """
-        if not self._needed:
-            return False
-        try:
-            self._client.begin(deadline)
-            return False
-        except EngineRejected as error:
-            if "already open" not in error.message:
-                raise
-        self._client.end(deadline)
-        self._client.begin(deadline)
-        return True
-
-    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
-        """Announces a bucket and returns when the server has loaded it.
-
-        Args:
-            bucket: What is broadcast meanwhile.
-            group_name: The group it is broadcast in.
-            flush: Whether the server flushes its cache after loading.
-            deadline: Bound of the call.
-
-        Raises:
-            EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
-        """
-        body = update_request(bucket, group_name=group_name, flush=flush)
-        self._client.update(body, deadline)
-
-    def close(self, deadline: Deadline) -> None:
-        """Ends the update."""
-        if self._needed:
-            self._client.end(deadline)
-
-    def recover(self, deadline: Deadline) -> None:
-        """After a failure: leaves no session open, so that the server may continue."""
-        if not self._needed:
-            return
-        try:
-            self._client.end(deadline)
-        except EngineRejected as error:
-            if "no weight-update session" not in error.message:
-                raise
+            deadline.sleep(_POLL_SECONDS)

@@ -7,7 +7,8 @@ from typing import Any
 import requests
 
 from weight_update.engines.http import EngineHttp, json_of
-from weight_update.errors import Applied, ConfigurationError, EngineRejected, Phase
+from weight_update.engines.sglang_router import WORKER_ROUTES, is_list_of_workers, read_workers
+from weight_update.errors import Applied, EngineRejected, Phase
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -17,6 +18,8 @@ from weight_update.weights.buckets import Bucket
 _LATE_SECONDS = 1.0
 # What a proxy or gateway answers in the server's place.
 _NOT_THE_SERVERS_OWN = (502, 503, 504)
+# How a server says that it has no such route, method, action or weight.
+_CANNOT = (400, 404, 405, 422)
 
 
 class SGLangClient:
@@ -38,40 +41,52 @@ class SGLangClient:
             return False
         return True if response.status_code in (200, 204, 405) else None
 
-    def server_info(self, deadline: Deadline) -> dict[str, Any]:
-        """Release and layout; empty when the server has no such route.
+    def server_info(self, deadline: Deadline, phase: Phase = "connect") -> dict[str, Any]:
+        """Release, layout and start; empty when the server has no such route.
 
-        The answer holds the server's own keys: it is read here and passed to nobody.
+        The answer holds the server's own keys: it is read here and passed to nobody. It comes
+        from the scheduler, and so not while that is stuck.
         """
-        response = self._get("/server_info", "/get_server_info", "connect", deadline)
+        return self._info("/server_info", "/get_server_info", phase, deadline)
+
+    def model_info(self, deadline: Deadline, phase: Phase = "plan") -> dict[str, Any]:
+        """The model and the version label; empty when the server has no such route."""
+        return self._info("/model_info", "/get_model_info", phase, deadline)
+
+    def _info(self, route: str, older: str, phase: Phase, deadline: Deadline) -> dict[str, Any]:
+        response = self._get(route, older, phase, deadline)
         body = json_of(response)
         if response.status_code == 404:
-            self._refuse_strangers(deadline)
             return {}
         if response.status_code != 200 or not isinstance(body, dict):
-            raise self._http.rejection(response, phase="connect")
+            raise self._http.rejection(response, phase=phase)
         return body
 
-    def _refuse_strangers(self, deadline: Deadline) -> None:
-        response = self._get("/model_info", "/get_model_info", "connect", deadline)
-        if response.status_code == 404:
-            raise ConfigurationError(
-                "no SGLang server answers here: /server_info and /model_info are missing",
-                engine=self.url,
-                phase="connect",
-                remedy="give the server's root URL (without /v1), and not another service's",
-            )
+    def ready(self, deadline: Deadline) -> bool | None:
+        """Whether the server generates; None before 0.5.20, which does not say."""
+        status = self._ask("/ready", "plan", deadline).status_code
+        return {200: True, 503: False}.get(status)
 
-    def label(self, deadline: Deadline) -> str | None:
-        """The version label that the server shows now; None when it shows none."""
-        response = self._get("/model_info", "/get_model_info", "plan", deadline)
-        body = json_of(response)
-        if response.status_code == 404:
-            return None
-        if response.status_code != 200 or not isinstance(body, dict):
-            raise self._http.rejection(response, phase="plan")
-        label = body.get("weight_version")
-        return None if label is None else str(label)
+    def workers(self, deadline: Deadline) -> tuple[str, ...]:
+        """URLs of the servers behind this one, if it is a router."""
+        for route in WORKER_ROUTES:
+            response = self._ask(route, "connect", deadline)
+            body = json_of(response)
+            if response.status_code == 200 and is_list_of_workers(route, body):
+                return read_workers(route, body, url=self.url)
+            if response.status_code not in (200, 404, 405):
+                raise self._http.rejection(response, phase="connect")
+        return ()
+
+    def checksums(self, deadline: Deadline, phase: Phase) -> Any:
+        """Digests of all weights, as JSON; None when the release or its device has none."""
+        body = {"action": "checksum"}
+        return self._answer("/weights_checker", body, phase, deadline)
+
+    def first_row(self, name: str, deadline: Deadline) -> Any:
+        """The first row of a weight, as JSON; None when the server does not show it."""
+        body = {"name": name, "truncate_size": 1}
+        return self._answer("/get_weights_by_name", body, "verify", deadline)
 
     def loads(self, route: str, deadline: Deadline) -> Any:
         """The JSON of ``/v1/loads`` or ``/get_load``; None when it is something else."""
@@ -141,10 +156,20 @@ class SGLangClient:
         self._http.close()
 
     def _get(self, route: str, older: str, phase: Phase, deadline: Deadline) -> requests.Response:
-        response = self._http.call("GET", route, phase=phase, deadline=deadline, control=False)
-        if response.status_code == 404:
-            return self._http.call("GET", older, phase=phase, deadline=deadline, control=False)
-        return response
+        response = self._ask(route, phase, deadline)
+        return self._ask(older, phase, deadline) if response.status_code == 404 else response
+
+    def _ask(self, route: str, phase: Phase, deadline: Deadline) -> requests.Response:
+        return self._http.call("GET", route, phase=phase, deadline=deadline, control=False)
+
+    def _answer(self, route: str, body: dict[str, Any], phase: Phase, deadline: Deadline) -> Any:
+        """The JSON of an answer to a question by POST; None when the server cannot answer it."""
+        response = self._call(route, phase, deadline, body)
+        if response.status_code in _CANNOT:
+            return None
+        if response.status_code != 200:
+            raise self._http.rejection(response, phase=phase)
+        return json_of(response)
 
     def _call(
         self,

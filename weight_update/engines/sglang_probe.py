@@ -14,6 +14,9 @@ import requests
 
 from weight_update.engines.http import EngineHttp, json_of
 from weight_update.engines.sglang_capabilities import PROBED_ROUTES, running_requests
+from weight_update.engines.sglang_facts import digests_of
+from weight_update.engines.sglang_names import runtime_names
+from weight_update.engines.sglang_router import WORKER_ROUTES, is_list_of_workers
 from weight_update.errors import EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
@@ -155,7 +158,8 @@ class _Asker:
             answer = self._get("/weights_checker", control=True, seconds=None)
         except UpdateTimeout:
             return replace(facts, names_unknown="it took the server too long to read its weights")
-        names = _runtime_names(json_of(answer)) if answer.status_code == 200 else None
+        digests = digests_of(json_of(answer)) if answer.status_code == 200 else None
+        names = None if digests is None else runtime_names(digests).names
         if names is None:
             said = f"{answer.status_code}: {self._http.words(answer)}"
             facts = replace(facts, names_unknown=f"/weights_checker answered {said}")
@@ -183,8 +187,7 @@ class _Asker:
 
     def _service(self, model_info: requests.Response) -> Service:
         # A router passes /model_info on to one of its workers, so it is asked for first.
-        workers = json_of(self._get("/workers"))
-        if isinstance(workers, dict) and isinstance(workers.get("workers"), list):
+        if any(is_list_of_workers(route, json_of(self._get(route))) for route in WORKER_ROUTES):
             return "router"
         page = model_info.status_code == 200 and not isinstance(json_of(model_info), dict)
         if model_info.status_code != 404 and not page:
@@ -254,17 +257,6 @@ def _refusal(answer: requests.Response, *, had_key: bool) -> KeyState | None:
 
 def _owner(row: Any) -> Any:
     return row.get("owned_by") if isinstance(row, dict) else None
-
-
-def _runtime_names(body: Any) -> frozenset[str] | None:
-    """Names in a ``/weights_checker`` answer; ranks hold parts of the same weights."""
-    ranks = body.get("ranks") if isinstance(body, dict) else None
-    if not isinstance(ranks, list) or not ranks:
-        return None
-    sums = [rank.get("checksums") if isinstance(rank, dict) else None for rank in ranks]
-    found = [each for each in sums if isinstance(each, dict)]
-    complete = len(found) == len(sums)
-    return frozenset(name for each in found for name in each) if complete else None
 
 
 def _advice(url: str, error: EngineUnreachable | UpdateTimeout) -> str:

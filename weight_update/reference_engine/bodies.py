@@ -129,6 +129,7 @@ class Generate:
     text: str | list[str] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
     rid: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
     return_logprob: bool = False
     stream: bool = False
 

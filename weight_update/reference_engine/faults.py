@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 Kind = Literal[
     "refuse",
@@ -22,19 +22,23 @@ Kind = Literal[
     "success_false",
     "lie",
     "wrong_count",
+    "drop",
 ]
 When = Literal["before_join", "after_receive", "after_load", "before_answer"]
 
-_AT_THE_EDGE = frozenset(get_args(Kind)) - {"wrong_count"}
+_AT_THE_EDGE = frozenset(get_args(Kind)) - {"wrong_count", "drop"}
 _IN_THE_SCHEDULER = frozenset({"refuse", "hang", "die", "stop", "slow"})
 
 #: The kinds that can strike at each moment.
 KINDS_WHEN: dict[When, frozenset[str]] = {
     "before_join": _AT_THE_EDGE,
-    "after_receive": _IN_THE_SCHEDULER | {"wrong_count"},
+    "after_receive": _IN_THE_SCHEDULER | {"wrong_count", "drop"},
     "after_load": _IN_THE_SCHEDULER,
     "before_answer": _AT_THE_EDGE,
 }
+
+
+_Named = TypeVar("_Named", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Fault:
             ``seconds`` and goes on; ``close`` drops the connection; ``non_json`` answers a
             page of HTML with ``status``; ``success_false`` answers 200 with
             ``success: false``; ``lie`` answers 200 and success; ``wrong_count`` takes
-            ``tensors`` tensors instead of those that were announced.
+            ``tensors`` tensors instead of those that were announced; ``drop`` receives all,
+            loads all but ``names``, and says that all is well.
         when: ``before_join`` strikes before the route is entered (nothing is received);
             ``before_answer`` strikes after the route did its work; ``after_receive`` and
             ``after_load`` strike inside an update, in the scheduler, which is blocked or
@@ -62,6 +67,7 @@ class Fault:
         seconds: How long ``slow`` waits.
         rank: For ``after_receive`` and ``after_load``: the tensor parallel rank that misbehaves;
             None for all. Only rank 0 answers, so what another one refuses shows in the output.
+        names: For ``drop``: the tensors that are not loaded; None for all of the call.
 
     Example:
         >>> Fault("/update_weights_from_distributed", "die", when="after_receive", tensors=2).kind
@@ -78,6 +84,7 @@ class Fault:
     tensors: int | None = None
     seconds: float = 1.0
     rank: int | None = None
+    names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _require(self.kind, get_args(Kind), "kind")
@@ -86,6 +93,8 @@ class Fault:
             raise ValueError(f"{self.kind!r} cannot strike {self.when!r}")
         if self.kind == "wrong_count" and self.tensors is None:
             raise ValueError("'wrong_count' needs tensors: how many are taken")
+        if self.names is not None and self.kind != "drop":
+            raise ValueError(f"only 'drop' takes names, not {self.kind!r}")
         if self.rank is not None and not self.inside_update:
             raise ValueError(f"only rank 0 answers: rank {self.rank} cannot strike {self.when!r}")
 
@@ -110,7 +119,8 @@ class Fault:
             raise ValueError(f"a fault has no fields {sorted(unknown)}")
         if missing := {"path", "kind"} - set(data):
             raise ValueError(f"a fault needs {' and '.join(sorted(missing))}")
-        return cls(**data)
+        names = data.get("names")
+        return cls(**{**data, "names": None if names is None else tuple(names)})
 
 
 def _require(value: str, choices: Sequence[str], what: str) -> None:
@@ -173,6 +183,12 @@ def count_taken(faults: Sequence[Fault], announced: int) -> int:
     """Return how many tensors an update takes of those that were ``announced``."""
     wrong = [fault.tensors for fault in faults if fault.kind == "wrong_count"]
     return next((count for count in wrong if count is not None), announced)
+
+
+def without_dropped(faults: Sequence[Fault], arrivals: Sequence[_Named]) -> list[_Named]:
+    """Return those of ``arrivals``, which start with their name, that no fault drops."""
+    drops = [fault for fault in faults if fault.kind == "drop"]
+    return [a for a in arrivals if not any(f.names is None or a[0] in f.names for f in drops)]
 
 
 def _raise(fault: Fault) -> None:

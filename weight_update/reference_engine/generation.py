@@ -37,6 +37,7 @@ class GenerateRequest:
     rid: str
     tokens: list[int]
     sampling: Sampling
+    extra_key: str | None = None
     answer: Future[dict[str, Any]] = field(default_factory=Future)
     prompt_length: int = 0
     kv: torch.Tensor | None = None
@@ -51,7 +52,7 @@ class GenerateRequest:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Go to other ranks as it was asked."""
-        return GenerateRequest, (self.rid, self.tokens, self.sampling)
+        return GenerateRequest, (self.rid, self.tokens, self.sampling, self.extra_key)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -99,16 +100,21 @@ class GenerateRequest:
         return None
 
 
+# The key that a sequence came under, and its tokens.
+_Sequence = tuple[str | None, tuple[int, ...]]
+
+
 class PrefixCache:
     """Keys and values of earlier token sequences, found by their longest common prefix.
 
     An entry says nothing about the weights that computed it: after an update it is stale, and
     is used all the same until somebody flushes. That is the real engine's behaviour.
+    Sequences that came under different keys share nothing.
     """
 
     def __init__(self, capacity: int = 128) -> None:
         self._capacity = capacity
-        self._entries: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+        self._entries: OrderedDict[_Sequence, torch.Tensor] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -117,26 +123,30 @@ class PrefixCache:
         """Forget everything."""
         self._entries.clear()
 
-    def put(self, tokens: Sequence[int], kv: torch.Tensor) -> torch.Tensor:
+    def put(
+        self, tokens: Sequence[int], kv: torch.Tensor, extra_key: str | None = None
+    ) -> torch.Tensor:
         """Keep ``kv`` for ``tokens``, and return what is kept: older values stay."""
         key = tuple(tokens)
-        covering = next((known for known in self._entries if known[: len(key)] == key), None)
+        known = [tokens for own, tokens in self._entries if own == extra_key]
+        covering = next((each for each in known if each[: len(key)] == key), None)
         if covering is not None:
-            return self._entries[covering][:, :, : len(key)]
+            return self._entries[extra_key, covering][:, :, : len(key)]
         if not self._capacity:
             return kv
-        for known in [known for known in self._entries if key[: len(known)] == known]:
-            del self._entries[known]
+        for each in [each for each in known if key[: len(each)] == each]:
+            del self._entries[extra_key, each]
         # A copy: ``kv`` is a view that would keep its whole batch alive.
-        self._entries[key] = kv.clone()
+        self._entries[extra_key, key] = kv.clone()
         if len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
         return kv
 
-    def longest(self, tokens: Sequence[int]) -> torch.Tensor | None:
+    def longest(self, tokens: Sequence[int], extra_key: str | None = None) -> torch.Tensor | None:
         """Return the keys and values of the longest known prefix, short of the last token."""
-        lengths = {key: common_prefix(key, tokens[:-1]) for key in self._entries}
-        best = max(lengths, key=lambda key: lengths[key], default=())
+        known = [key for key in self._entries if key[0] == extra_key]
+        lengths = {key: common_prefix(key[1], tokens[:-1]) for key in known}
+        best = max(lengths, key=lambda key: lengths[key], default=(extra_key, ()))
         if not lengths.get(best):
             return None
         self._entries.move_to_end(best)
@@ -160,14 +170,15 @@ class Generator:
 
     def admit(self, request: GenerateRequest) -> None:
         """Start from the longest prefix that the cache knows."""
-        request.kv = self.cache.longest(request.tokens)
+        request.kv = self.cache.longest(request.tokens, request.extra_key)
         request.cached_tokens = request.kv_length
         request.joining = True
 
     def retire(self, request: GenerateRequest) -> None:
         """Leave what a finished request has computed to later ones."""
         if request.kv is not None:
-            self.cache.put(request.tokens[: request.kv_length], request.kv)
+            tokens = request.tokens[: request.kv_length]
+            self.cache.put(tokens, request.kv, request.extra_key)
             request.kv = None
 
     @torch.inference_mode()
@@ -179,7 +190,7 @@ class Generator:
                 assert request.kv is not None
                 # A prompt that is known whole goes on with the known values, as in SGLang,
                 # although its last token was just computed anew.
-                request.kv = self.cache.put(request.tokens, request.kv)
+                request.kv = self.cache.put(request.tokens, request.kv, request.extra_key)
                 request.joining = False
             for request, (token, logprob) in zip(group, _choose(logits, group), strict=True):
                 request.tokens.append(token)

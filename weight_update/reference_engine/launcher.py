@@ -87,7 +87,7 @@ class ReferenceEngine:
         threads: int = 1,
         wait: bool = True,
     ) -> None:
-        _check_extra()
+        check_extra()
         self._home = tempfile.TemporaryDirectory(prefix="reference-engine-")
         self._keys = {KEY_VARIABLE: api_key, ADMIN_KEY_VARIABLE: admin_api_key}
         self._host = host
@@ -264,6 +264,7 @@ class ReferenceEngine:
         *,
         timeout: float | None = 60.0,
         rid: str | None = None,
+        extra_key: str | None = None,
         return_logprob: bool = False,
         **sampling: Any,
     ) -> Any:
@@ -275,6 +276,7 @@ class ReferenceEngine:
             temperature: 0 is greedy.
             timeout: Seconds until the client gives up; None waits for ever.
             rid: Request id, to abort it by.
+            extra_key: Prefixes are shared with requests of the same key only.
             return_logprob: Whether ``meta_info`` gets ``output_token_logprobs``.
             sampling: Further sampling parameters, such as ``ignore_eos=True``.
 
@@ -284,8 +286,8 @@ class ReferenceEngine:
         params = {"max_new_tokens": max_new_tokens, "temperature": temperature} | sampling
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": params}
         body["return_logprob"] = return_logprob
-        if rid is not None:
-            body["rid"] = rid
+        named = {"rid": rid, "extra_key": extra_key}
+        body |= {name: value for name, value in named.items() if value is not None}
         return self.call("POST", "/generate", body, timeout=timeout)
 
     def inject(self, fault: Fault) -> None:
@@ -345,7 +347,8 @@ class ReferenceEngine:
             connection.close()
 
 
-def _check_extra() -> None:
+def check_extra() -> None:
+    """Raise if a package of the extra ``weight-update[demo]`` is missing."""
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"{name} is not installed. {MISSING_EXTRA}")

@@ -64,9 +64,12 @@ def requests_of(
     rids = _per_prompt(body.rid, count, "rid")
     if count > 1 and isinstance(body.rid, str):
         rids = [f"{body.rid}_{index}" for index in range(count)]
+    keys = [key or None for key in _per_prompt(body.extra_key, count, "extra_key")]
     return [
-        GenerateRequest(rid or uuid.uuid4().hex, list(prompt), _sampling(param, prompt, limits))
-        for prompt, param, rid in zip(prompts, params, rids, strict=True)
+        GenerateRequest(
+            rid or uuid.uuid4().hex, list(prompt), _sampling(param, prompt, limits), key
+        )
+        for prompt, param, rid, key in zip(prompts, params, rids, keys, strict=True)
     ]
 
 

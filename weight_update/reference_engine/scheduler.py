@@ -18,7 +18,7 @@ import torch
 
 from weight_update.reference_engine import group as groups
 from weight_update.reference_engine import weights
-from weight_update.reference_engine.faults import Fault
+from weight_update.reference_engine.faults import Fault, without_dropped
 from weight_update.reference_engine.generation import GenerateRequest, Generator
 from weight_update.reference_engine.ranks import Ranks
 from weight_update.reference_engine.releases import Release
@@ -309,7 +309,7 @@ class Scheduler(threading.Thread):
         faults: Sequence[Fault],
     ) -> Outcome:
         try:
-            self._weights.load(arrivals, faults)
+            self._weights.load(without_dropped(faults, arrivals), faults)
         except Exception as error:
             return Outcome(False, _partly(error))
         if version is not None:
@@ -327,8 +327,8 @@ class Scheduler(threading.Thread):
         """Return the first rows of a parameter."""
         return self._weights.first_rows(name, count)
 
-    def checksums(self) -> list[dict[str, str]]:
-        """Return a digest of each parameter, for each rank."""
+    def checksums(self) -> list[dict[str, Any]]:
+        """Return a digest of each parameter and what it is of, for each rank."""
         return self._ranks.gather(self._weights.checksums())
 
 

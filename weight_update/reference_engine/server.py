@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -174,6 +175,8 @@ class Server:
         if not given:
             raise bodies.RequestError("either input_ids or text must be given and not empty")
         single = isinstance(given[0], int)
+        if single and isinstance(body.extra_key, list):
+            raise bodies.RequestError("extra_key should be a string for a single request")
         return [given] if single else given, single
 
     def _encoded(self, text: str | list[str]) -> Any:
@@ -302,13 +305,14 @@ class Server:
     async def weights_checker(
         self, body: bodies.CheckWeights | bodies.AskedCheckWeights
     ) -> Response:
-        """Digests of all parameters; comparable between reference engines only."""
+        """Digests of all parameters, and for each what was digested."""
         if body.action != "checksum" or self._info.release.checksums == "never":
             return _answer(Outcome(False, f"Unsupported action={body.action!r}"))
-        sums = await self._ask(self._scheduler.checksums)
-        ranks = [_rank_checksums(rank, own) for rank, own in enumerate(sums)]
+        told = await self._ask(self._scheduler.checksums)
+        ranks = [_rank_checksums(rank, own) for rank, own in enumerate(told)]
         answer = {"success": True, "message": "Success.", "ranks": ranks}
-        return JSONResponse(answer | {"per_engine_checksum": _digest(sums)})
+        whole = _digest([own["checksums"] for own in told])
+        return JSONResponse(answer | {"per_engine_checksum": whole})
 
     def _abort_all(self) -> None:
         self._scheduler.post(self._scheduler.abort, "", True)
@@ -410,12 +414,12 @@ def _answer(outcome: Outcome) -> Response:
 
 
 def _digest(data: object) -> str:
-    return digest(json.dumps(data, sort_keys=True).encode())
+    return digest(json.dumps(data, sort_keys=True).encode())[:16]
 
 
-def _rank_checksums(rank: int, sums: dict[str, str]) -> dict[str, Any]:
+def _rank_checksums(rank: int, told: dict[str, Any]) -> dict[str, Any]:
     place = [{"tp_rank": rank, "pp_rank": 0, "dp_rank": 0}]
-    return {"checksums": sums, "per_gpu_checksum": _digest(sums), "parallelism_info": place}
+    return {**told, "per_gpu_checksum": _digest(told["checksums"]), "parallelism_info": place}
 
 
 def start_arguments(options: dict[str, Any], release: Release) -> dict[str, Any]:
@@ -425,4 +429,5 @@ def start_arguments(options: dict[str, Any], release: Release) -> dict[str, Any]
         parallel["attn_dp_size"] = 1
     fixed = {"enable_dp_attention": False, "weight_version": "default", "pid": os.getpid()}
     fixed["disaggregation_mode"] = "null"
+    fixed["random_seed"] = secrets.randbelow(1 << 30)  # another one at every start
     return options | parallel | fixed

@@ -206,9 +206,19 @@ class Weights:
             return None
         return rows
 
-    def checksums(self) -> dict[str, str]:
-        """Return a short SHA-256 of each parameter's bytes; a digest of this engine's own kind."""
-        return {name: digest(_raw_bytes(slot.place)) for name, slot in self._slots.items()}
+    def checksums(self) -> dict[str, Any]:
+        """Return the SHA-256 of each parameter's bytes, and which part of the tensor that is."""
+        return {
+            "checksums": {name: digest(_raw_bytes(s.place)) for name, s in self._slots.items()},
+            "parts": {name: _part(slot.cut) for name, slot in self._slots.items()},
+            "digest": "sha256",
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+        }
+
+
+def _part(cut: Cut | None) -> dict[str, int | None]:
+    dimension, start, length = cut or (None, 0, 0)
+    return {"dim": dimension, "start": start, "length": length}
 
 
 def _raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -216,8 +226,8 @@ def _raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def digest(data: bytes) -> str:
-    """Return the first 16 hex digits of the SHA-256 of ``data``."""
-    return hashlib.sha256(data).hexdigest()[:16]
+    """Return the SHA-256 of ``data`` in hex digits."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def load_model(path: Path, dtype: str, device: torch.device, shard: Shard) -> Weights:

@@ -16,8 +16,12 @@ from weight_update.options import (
     LoadFormat,
     OnFailure,
     PauseMode,
+    Quorum,
+    StaleCache,
     Strategy,
     UpdateOptions,
+    Verify,
+    WhenBusy,
     check_choice,
     check_device_exists,
     parse_device,
@@ -70,6 +74,18 @@ class SGLangWeightSyncScheme(CollectorScheme):
             stay inside a cluster.
         on_failure: What becomes of an engine whose weights are mixed: ``"hold"`` keeps it
             paused until a full push heals it, ``"resume"`` lets it generate all the same.
+        quorum: ``"all"``, or how many servers must take an update for it to succeed. Those that
+            fail are left out, reported, and taken back by a full push once they answer.
+        initial_version: The version that a resumed run stands at; the first update is one
+            more. It wins over the labels that servers show. None starts after the highest label.
+        verify: How a server must prove that it holds what was sent, before it continues:
+            ``"checksum"`` (digests of all weights, compared with another server of equal
+            layout), ``"sample"`` (some weights are read back), ``"auto"`` (whatever it can
+            do; the report says ``unverified`` otherwise) or ``"off"``, which also skips the
+            comparison of names before the pause.
+        when_busy: Whether an update waits while another one of a server runs, or is refused.
+        stale_cache: Whether a server that cannot flush its prefix cache under the pause mode is
+            updated with a warning, or refused before anything is paused.
 
     Raises:
         ConfigurationError: An argument or variable cannot work; it is a ``ValueError`` too.
@@ -103,6 +119,11 @@ class SGLangWeightSyncScheme(CollectorScheme):
         ca_file: str | None = None,
         use_proxies: bool = False,
         on_failure: OnFailure = "hold",
+        quorum: Quorum = "all",
+        initial_version: int | None = None,
+        verify: Verify = "auto",
+        when_busy: WhenBusy = "wait",
+        stale_cache: StaleCache = "warn",
     ) -> None:
         check_choice("strategy", strategy, Strategy)
         super().__init__(strategy)
@@ -123,6 +144,11 @@ class SGLangWeightSyncScheme(CollectorScheme):
             timeout=timeout,
             on_failure=on_failure,
             dtype=dtype,
+            quorum=quorum,
+            initial_version=initial_version,
+            verify=verify,
+            when_busy=when_busy,
+            stale_cache=stale_cache,
             http=HttpOptions.read(
                 api_key,
                 admin_api_key,

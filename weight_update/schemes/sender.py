@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,13 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
+from weight_update.update.background import Background
+from weight_update.waiting import spawn
 from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.extract import Metadata, device_of
+
+# Engines wait, paused, while collectors count.
+_COUNT_SECONDS = 5.0
 
 if TYPE_CHECKING:
     from weight_update.schemes.scheme import SGLangWeightSyncScheme
@@ -44,6 +50,7 @@ class SGLangWeightSender:
         self._transport = scheme.create_transport()
         self._model_ref: weakref.ref[nn.Module] | None = None
         self._collectors: list[Any] = []
+        self._background = Background()
 
     def register_model(self, model: nn.Module) -> None:
         """Names the model whose weights are sent; it is held weakly.
@@ -63,9 +70,10 @@ class SGLangWeightSender:
         """Has ``collector.increment_version()`` called once every server has new weights.
 
         Registering a collector twice counts once. Every successful update calls it exactly
-        once, before any server continues, so that no sample of new weights carries the old
-        number; a failed update never does. A collector counts from where it stands: register it
-        before the first update if its number is to equal the engines' labels.
+        once, from a thread of its own, before any server continues, so that no sample of new
+        weights carries the old number; a failed update never does. A collector counts from
+        where it stands: register it before the first update if its number is to equal the
+        engines' labels.
 
         Raises:
             ConfigurationError: It has no ``increment_version``.
@@ -96,25 +104,30 @@ class SGLangWeightSender:
     ) -> UpdateReport:
         """Brings the weights to every server; returns when all generate with them.
 
-        Takes at most the scheme's ``timeout`` and 2 s. Calls from several threads wait for
-        each other. In a multi-process trainer, rank 0 alone calls it, with full tensors.
+        Takes at most the scheme's ``timeout`` and 2 s; each step gets a share of it. One update
+        runs at a time, of this sender and of each server on the part of this host; another waits
+        (``when_busy``). In a multi-process trainer, rank 0 alone calls it, with full tensors.
 
-        Names must be those of the checkpoint that the servers loaded: SGLang answers yes to
-        names that it does not know and loads nothing for them. Of a wrapper with parts of its
-        own (a value head, say), pass the inner model. A mapping may hold only some of the
-        weights; while a server holds mixed ones, it must hold all that the failed update may
-        have touched.
+        Names must be those of the checkpoint that the servers loaded. SGLang answers yes to
+        names that it does not know and loads nothing for them; where the server's names can be
+        known (``verify``), such names are refused before anything is paused. Of a wrapper with
+        parts of its own (a value head, say), pass the inner model. A mapping may hold only some
+        of the weights; while a server holds mixed ones, it must hold all that the failed update
+        may have touched.
 
         Args:
             weights: A module, a mapping of names to tensors, a TensorDict or a
                 :class:`~weight_update.weights.checkpoint.Checkpoint`; None takes the registered
                 model.
-            progress: Called from this thread at the start of each phase and after each bucket
-                that every server confirmed. It must be quick: servers are paused meanwhile.
-                One that raises is warned of and not called again.
+            progress: Called at the start of each phase and after each bucket that every server
+                confirmed, one call at a time, from other threads. It must be quick: servers are
+                paused meanwhile. One that raises, or takes longer than a second, is warned of
+                and not called again.
 
         Returns:
-            The report: version, bytes, seconds by phase, state of each server.
+            The report: version, bytes, seconds by phase, state of each server, and how they
+            proved what they hold. With a quorum, a server that failed is in it too, and in the
+            warnings; it is taken back by a full push once it answers.
 
         Raises:
             WeightUpdateError: Nothing or not everything was updated; its ``report`` says for
@@ -130,6 +143,80 @@ class SGLangWeightSender:
 
         whole = weights is None or isinstance(weights, (nn.Module, Checkpoint))
         return self._transport.update(source, self._count, whole=whole, progress=progress)
+
+    def update_weights_async(
+        self,
+        weights: Any = None,
+        *,
+        snapshot: bool = True,
+        progress: ProgressHook | None = None,
+    ) -> Future[UpdateReport]:
+        """Like :meth:`update_weights`, in the background; the newest weights win.
+
+        Updates run one after the other. One that still waits when another is asked for is not
+        run any more: its future gets the newer one's report.
+
+        Args:
+            weights: As in :meth:`update_weights`.
+            snapshot: Whether the weights are copied now, on their device, so that training may
+                go on at once. Without, they must not change until the future is done.
+            progress: As in :meth:`update_weights`; called from another thread.
+
+        Returns:
+            A future of the report. :meth:`shutdown` cancels one that has not begun.
+        """
+        given = self._model() if weights is None else weights
+        whole = weights is None or isinstance(weights, (nn.Module, Checkpoint))
+        held = self._transport.snapshot(given) if snapshot else given
+        return self._background.submit(
+            lambda: self._transport.update(
+                lambda: held, self._count, whole=whole, progress=progress
+            )
+        )
+
+    def recover(self, weights: Any = None, *, progress: ProgressHook | None = None) -> UpdateReport:
+        """Pushes a whole model now, so that every server ends up clean and serving.
+
+        Servers that do not answer (they may be restarting) are waited for, for at most half of
+        the scheme's ``timeout``; held ones are healed and resumed.
+
+        Args:
+            weights: A module or checkpoint; None takes the registered model.
+            progress: As in :meth:`update_weights`.
+
+        Raises:
+            WeightUpdateError: As in :meth:`update_weights`.
+        """
+        if weights is not None and not isinstance(weights, (nn.Module, Checkpoint)):
+            raise ConfigurationError(
+                f"a whole model is needed, and a {type(weights).__name__} may hold some weights",
+                phase="plan",
+                remedy="pass the module or a Checkpoint",
+            )
+        source = self._model if weights is None else lambda: weights
+        return self._transport.recover(source, self._count, progress=progress)
+
+    def add_engine(self, url: str) -> None:
+        """Adds a server, or a router with its workers; it takes part from the next update on.
+
+        The next update makes a new group, since a group cannot grow; nothing else is done
+        again for the servers that were there. Until then the server serves what it has: give it
+        no traffic before, or call :meth:`recover`.
+
+        Raises:
+            ConfigurationError: It is no URL, or is in the fleet already.
+        """
+        self._transport.add_engine(url)
+
+    def remove_engine(self, url: str) -> None:
+        """Takes a server out, or a router with its workers, and has it drop the group.
+
+        It is left as it is: one that is held paused stays so.
+
+        Raises:
+            ConfigurationError: It is not in the fleet, or is the last of it.
+        """
+        self._transport.remove_engine(url)
 
     def flush_cache(self) -> bool:
         """Flushes the prefix cache of every server; False if one did not (the log says why)."""
@@ -148,8 +235,10 @@ class SGLangWeightSender:
     def shutdown(self) -> None:
         """Gives the group up and forgets collectors and model; safe to call twice.
 
-        A sender that is used again afterwards makes a new group.
+        A background update that has not begun is cancelled. A sender that is used again
+        afterwards makes a new group.
         """
+        self._background.cancel()
         self._transport.shutdown()
         self._model_ref = None
         self._collectors.clear()
@@ -167,7 +256,11 @@ class SGLangWeightSender:
 
     def __getstate__(self) -> dict[str, Any]:
         # A sender that crosses a process is configuration: it registers and connects anew.
-        return {**self.__dict__, "_model_ref": None, "_collectors": []}
+        kept = {k: v for k, v in self.__dict__.items() if k != "_background"}
+        return {**kept, "_model_ref": None, "_collectors": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _background=Background())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheme!r}, version={self.version})"
@@ -193,13 +286,18 @@ class SGLangWeightSender:
         return None if model is None else device_of(model)
 
     def _count(self, version: int) -> list[str]:
-        warnings = []
-        for collector in self._collectors:
-            try:
-                collector.increment_version()
-            except Exception as error:  # noqa: BLE001 - one collector must not stop another
-                warnings.append(
-                    f"{type(collector).__name__}.increment_version() failed at version "
-                    f"{version}: {type(error).__name__}: {error}"
-                )
-        return warnings
+        """Counts in threads: a collector that hangs must not keep others from counting."""
+        calls = [(c, spawn(c.increment_version)) for c in self._collectors]
+        wait([call for _, call in calls], timeout=_COUNT_SECONDS)
+        return [
+            f"{type(collector).__name__}.increment_version() {words} at version {version}"
+            for collector, call in calls
+            if (words := _trouble_of(call))
+        ]
+
+
+def _trouble_of(call: Future[Any]) -> str:
+    if not call.done():
+        return f"did not return within {_COUNT_SECONDS:.0f} s"
+    error = call.exception()
+    return "" if error is None else f"failed ({type(error).__name__}: {error})"

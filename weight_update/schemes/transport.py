@@ -14,8 +14,9 @@ from weight_update.options import UpdateOptions, parse_device, parse_server_urls
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import open_group
-from weight_update.update.updater import Updater
+from weight_update.update.updater import Push, Updater
 from weight_update.weights.buckets import Plan
+from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.extract import Metadata, match_metadata
 from weight_update.weights.extraction_cache import ExtractionCache
 from weight_update.weights.specs import Weight
@@ -65,8 +66,8 @@ class SGLangCollectiveTransport:
         *,
         options: UpdateOptions | None = None,
     ) -> None:
-        self._urls = parse_server_urls(server_url)
-        self.server_url = self._urls[0] if isinstance(server_url, str) else list(self._urls)
+        self._urls = list(parse_server_urls(server_url))
+        self._one = isinstance(server_url, str)
         self.rank = rank
         self._options = options or UpdateOptions(
             master_address=master_address,
@@ -82,11 +83,17 @@ class SGLangCollectiveTransport:
         self._model_device: Callable[[], torch.device | None] = _default_device
         self._process = os.getpid()
         self._updater = Updater(
-            [SGLangEngine(url, self._options.http) for url in self._urls],
+            self._urls,
+            lambda url: SGLangEngine(url, self._options.http),
             open_group,
             lambda device: BucketPacker(device, self._options.load_format),
             self._options,
         )
+
+    @property
+    def server_url(self) -> str | list[str]:
+        """As given, less what was removed and with what was added since."""
+        return self._urls[0] if self._one and len(self._urls) == 1 else list(self._urls)
 
     @property
     def master_address(self) -> str | None:
@@ -201,11 +208,51 @@ class SGLangCollectiveTransport:
         """
         self._refuse_fork()
         return self._updater.update(
-            lambda: self._extract(source()),
-            counted=counted or _nothing,
-            whole=whole,
-            progress=progress,
+            Push(lambda: self._extract(source()), counted or _nothing, whole, progress)
         )
+
+    def snapshot(self, source: Any) -> Any:
+        """A copy of the weights, on their device, which training does not change.
+
+        Args:
+            source: What an update takes; a checkpoint on disk is returned as it is.
+        """
+        if isinstance(source, Checkpoint):
+            return source
+        weights = self._extraction.extract(source, dtype=self._options.dtype)
+        return {weight.spec.name: weight.read().clone() for weight in weights}
+
+    def recover(
+        self,
+        source: Callable[[], Any],
+        counted: Counted | None = None,
+        *,
+        progress: ProgressHook | None = None,
+    ) -> UpdateReport:
+        """Waits for engines that do not answer, for half the time-out, then pushes a whole model.
+
+        Args:
+            source: Returns the model or checkpoint to send.
+            counted: Called with the new version before any engine continues.
+            progress: Told of each phase and of each confirmed bucket.
+        """
+        self._refuse_fork()
+        self._updater.await_return()
+        return self.update(source, counted, progress=progress)
+
+    def add_engine(self, url: str) -> None:
+        """Adds a server from the next update on."""
+        self._refuse_fork()
+        (url,) = parse_server_urls(url)
+        self._updater.add_engine(url)
+        self._urls.append(url)
+
+    def remove_engine(self, url: str) -> None:
+        """Takes a server out of the fleet; it drops the group and is asked nothing any more."""
+        self._refuse_fork()
+        (url,) = parse_server_urls(url)
+        self._updater.remove_engine(url)
+        self._urls = [known for known in self._urls if known != url]
 
     def plan(self, source: Any) -> Plan:
         """What an update would send, in which requests; no server is asked.

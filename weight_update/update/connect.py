@@ -109,11 +109,7 @@ def _dissolve(fleet: Fleet, group: Group) -> None:
     answered, or is given up; then closing it sends those away that wait in it. For those that
     may come later still, a decoy takes its place.
     """
-    invited = [
-        (m.call, range(m.rank_offset, m.rank_offset + m.ranks))
-        for m in fleet.members
-        if m.call is not None
-    ]
+    invited = [(m.call, _ranks_of(m)) for m in fleet.members if m.call is not None]
 
     def wait_then_close() -> None:
         _until(
@@ -151,7 +147,7 @@ def _until(condition: Callable[[], bool]) -> bool:
 
 def _may_yet_come(call: Future[None]) -> bool:
     """Whether the engine was only waited for in vain, and did not answer itself."""
-    return not call.done() or isinstance(call.exception(), UpdateTimeout)
+    return not call.done() or _late(call)
 
 
 def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:
@@ -169,11 +165,12 @@ def _watch(fleet: Fleet, group: Group, joining: Future[None], deadline: Deadline
         done, pending = wait(pending, timeout=seconds, return_when=FIRST_EXCEPTION)
         if joining.done() and joining.exception():
             done |= wait(calls, _CULPRIT_SECONDS, FIRST_EXCEPTION).done
-        raise_first(call for call in calls if call in done)
+        raise_first(call for call in calls if call in done and not _late(call))
+        if any(map(_late, done)) or (pending and deadline.expired()):
+            text = _who_is_missing(fleet, group, deadline)
+            raise UpdateTimeout(text, phase="connect", engines=_missing(fleet, group))
         if joining.done():
             _joined(joining)
-        if pending and deadline.expired():
-            raise UpdateTimeout(_who_is_missing(fleet, group, deadline), phase="connect")
 
 
 def _joined(joining: Future[None]) -> None:
@@ -187,8 +184,23 @@ def _joined(joining: Future[None]) -> None:
         ) from error
 
 
+def _missing(fleet: Fleet, group: Group) -> list[str]:
+    """Engines that did not come to the rendezvous, or else those that did and never said so."""
+    late = [m for m in fleet.members if m.call is not None and _may_yet_come(m.call)]
+    absent = [m for m in late if not all(map(group.arrived, _ranks_of(m)))]
+    return [m.url for m in absent or late]
+
+
+def _late(call: Future[None]) -> bool:
+    return call.done() and isinstance(call.exception(), UpdateTimeout)
+
+
+def _ranks_of(member: Member) -> range:
+    return range(member.rank_offset, member.rank_offset + member.ranks)
+
+
 def _who_is_missing(fleet: Fleet, group: Group, deadline: Deadline) -> str:
-    late = [m.url for m in fleet.members if m.call is not None and not m.call.done()]
+    late = [m.url for m in fleet.members if m.call is not None and _may_yet_come(m.call)]
     rank = group.missing_rank()
     waiting = f"; waiting for rank {rank}" if rank is not None else ""
     return (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 
-from weight_update.errors import Phase, UpdateTimeout
-from weight_update.report import EngineOutcome, EngineState
+from weight_update.errors import EngineRejected, Phase, UpdateTimeout, WeightUpdateError
+from weight_update.report import EngineOutcome, EngineState, Verification
 from weight_update.update.protocols import Engine, Session
 from weight_update.waiting import Deadline, spawn
 
@@ -25,20 +25,26 @@ class Attempt:
         names: The weights that it brought, or may have.
         full: Whether they are the model's; a warm-up brings none of it.
         buckets: Update requests that it takes.
+        label: What the engine showed when it began.
         session: The engine's update, once it was begun.
         found_open: Another update was open on the engine.
         confirmed: Buckets that the engine confirmed.
         flush_refused: The engine loaded everything, but could not flush its cache yet.
+        flushed: Its cache is as clean as the rules want it.
+        verified: How it proved what it holds.
         suspicion: Why the engine's answers do not tell what it holds; empty when they do.
     """
 
     names: frozenset[str] = frozenset()
     full: bool = True
     buckets: int = 0
+    label: str | None = None
     session: Session | None = None
     found_open: bool = False
     confirmed: int = 0
     flush_refused: bool = False
+    flushed: bool = False
+    verified: Verification = "unverified"
     suspicion: str = ""
 
     @property
@@ -67,12 +73,26 @@ class Attempt:
         return before
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """What the trainer knows of one engine; only the updating thread writes it.
 
     Attributes:
         ranks: Ranks of the engine in the group.
+        known: It is an engine, and not a router in front of some.
+        met: It was inspected since it last started.
+        instance: Which start of the server was seen last.
+        incarnation: How often it was seen to have started anew; a group of an earlier one is
+            of no use.
+        left_out: It failed, and a quorum went on without it.
+        found_paused: It was paused, and not by this trainer: whoever did it may have left it
+            half updated, so only a full push resumes it.
+        names: The names that it was checked to know.
+        brought: The names that pushes brought since it started.
+        lost: Those that it lost with a restart; a push must hold them all.
+        asked: It was asked what it can prove.
+        digests: It makes digests of its weights.
+        describes: They say what they are of.
         state: Which weights it holds.
         label: The version label that it is known to show; None when that is uncertain.
         maybe_paused: A pause was asked for and no continue was confirmed since.
@@ -89,6 +109,18 @@ class Member:
     engine: Engine
     rank_offset: int = 0
     ranks: int = 1
+    known: bool = False
+    met: bool = False
+    instance: str | None = None
+    incarnation: int = 0
+    left_out: bool = False
+    found_paused: bool = False
+    names: frozenset[str] = frozenset()
+    brought: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()
+    asked: bool = False
+    digests: bool = False
+    describes: bool = False
     state: EngineState = EngineState.OLD
     label: str | None = None
     maybe_paused: bool = False
@@ -113,35 +145,49 @@ class Member:
     def start(self, attempt: Attempt) -> None:
         """Starts an attempt; what the last one left behind on the engine is kept."""
         self.attempt, self.call, self.detail = attempt, None, ""
+        attempt.label = self.label
         self.state = EngineState.MIXED if self.doubt else EngineState.OLD
 
     def renew(self) -> None:
         """Everything is applied and the cache is as clean as the rules want it."""
         self.state, self.doubt, self.owed = EngineState.NEW, "", frozenset()
         self.mislabelled = True  # until the label is written
+        self.found_paused = False
+        self.brought, self.lost = self.brought | self.attempt.names, frozenset()
 
     def forget(self) -> None:
         """The engine restarted: what was known of it is gone with the old process."""
-        self.state, self.doubt, self.owed = EngineState.OLD, "", frozenset()
-        self.maybe_paused = self.maybe_open = self.mislabelled = False
+        self.state, self.doubt = EngineState.OLD, ""
+        self.maybe_paused = self.maybe_open = self.mislabelled = self.found_paused = False
+        self.met = self.asked = False
+        self.lost, self.brought = self.lost | self.brought | self.owed, frozenset()
+        self.owed = self.names = frozenset()
+        self.incarnation += 1
 
     def outcome(self) -> EngineOutcome:
         """The engine's line in the report."""
         clean = self.state in (EngineState.OLD, EngineState.NEW)
         label = self.label if clean else None
         detail = self.detail or (MISLABELLED if self.mislabelled and clean else "")
-        return EngineOutcome(self.url, self.state, label, self.maybe_paused, detail)
+        paused = self.maybe_paused or self.found_paused
+        verified = self.attempt.verified
+        return EngineOutcome(self.url, self.state, label, paused, detail, verified)
 
 
 class Fleet:
     """Several engines that are asked at once, so that none waits for another's answer.
 
     Args:
-        engines: The engines; their order fixes the rank offsets.
+        members: The engines; their order fixes the rank offsets.
     """
 
-    def __init__(self, engines: Iterable[Engine]) -> None:
-        self.members = [Member(engine) for engine in engines]
+    def __init__(self, members: Iterable[Member]) -> None:
+        self.members = list(members)
+
+    @property
+    def identity(self) -> tuple[tuple[str, int], ...]:
+        """Which engines these are, each as of its last start."""
+        return tuple((member.url, member.incarnation) for member in self.members)
 
     def outcomes(self) -> dict[str, EngineOutcome]:
         """State of each engine, by URL."""
@@ -173,8 +219,9 @@ class Fleet:
             raise UpdateTimeout(
                 f"no answer within {deadline.seconds:.1f} s{others}",
                 engine=late[0],
+                engines=late,
                 phase=phase,
-                remedy="look at the engine's log; timeout= sets how long to wait",
+                remedy="look at the engine's log; a step gets a share of timeout=",
             )
 
     def each(
@@ -183,6 +230,38 @@ class Fleet:
         """Runs ``call`` on every engine at once and waits for all."""
         self.start(call)
         self.gather(phase, deadline)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an engine only says that another one, or the trainer, broke the broadcast."""
+    return isinstance(error, EngineRejected) and "Failed to receive" in error.message
+
+
+def culprits(error: WeightUpdateError, members: Iterable[Member]) -> list[Member]:
+    """The engines without which an attempt might have succeeded, once they were settled.
+
+    Args:
+        error: What ended the attempt.
+        members: The engines that took part.
+    """
+    named = [member for member in members if member.url in error.engines]
+    if error.phase == "connect":  # who came to the rendezvous waits, and is not to blame
+        return named
+    failed = [member for member in members if _failed(member)]
+    if error.phase == "transfer":  # all are late when one is
+        return failed
+    return failed + [member for member in named if member not in failed]
+
+
+def _failed(member: Member) -> bool:
+    if member.state is EngineState.UNREACHABLE:
+        return True
+    if member.call is None:
+        return False
+    if not member.call.done():
+        return True
+    error = member.call.exception()
+    return error is not None and not is_consequence(error)
 
 
 def raise_first(calls: Iterable[Future[None]]) -> None:

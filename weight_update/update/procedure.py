@@ -1,8 +1,9 @@
-"""The update procedure: plan, pause, drain, begin, transfer, end, flush, stamp, count, continue.
+"""The update procedure, the only one in the library.
 
-It is the only one in the library. Every step runs on all engines at once, all steps share one
-deadline, and whatever fails, :mod:`weight_update.update.settle` finds out what each engine
-holds and leaves it in a state that the report names.
+Plan, pause, drain, begin, transfer, end, flush, verify, stamp, count, continue. Every step runs
+on all engines at once and gets a part of one deadline. Whatever fails,
+:mod:`weight_update.update.settle` finds out what each engine holds and leaves it in a state that
+the report names.
 """
 
 from __future__ import annotations
@@ -18,23 +19,29 @@ import torch
 from weight_update.errors import (
     ConfigurationError,
     EngineRejected,
+    EngineUnreachable,
     Phase,
     UpdateTimeout,
     WeightUpdateError,
 )
 from weight_update.options import PauseMode
-from weight_update.report import UpdateReport
-from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
 from weight_update.update.progress import Meter
 from weight_update.update.protocols import Group, Packer, Session
 from weight_update.update.rules import UpdateRules
-from weight_update.update.settle import settle
+from weight_update.update.settle import GRACE_SECONDS, RESTARTED, settle
+from weight_update.update.verify import check_names, demand, learn, prove, verify_fleet
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan
 
 _WATCH_SECONDS = 0.02
 # How long an engine's own words are waited for once the wire broke.
 _CULPRIT_SECONDS = 0.5
+# A step gets half of what is left, so that one that hangs leaves time for others to go on
+# without its engine. The two that may rightly take long get nearly all, unless others would.
+_SHARE = 0.5
+_LONG_SHARE = 0.9
+_LONG: frozenset[Phase] = frozenset({"transfer", "flush"})
 
 
 class Stopwatch:
@@ -94,22 +101,29 @@ class Procedure:
 
     def _steps(self) -> None:
         self._pause()
-        self._each("drain", lambda m, _: m.engine.drain(self.rules.pause_mode, self.deadline))
+        self._each("drain", lambda m, _, d: m.engine.drain(self.rules.pause_mode, d))
         self._begin()
         with self.watch.running("transfer"):
-            self._transfer()
+            self._transfer(self._share_of("transfer"))
         self._end()
         self._flush()
+        self._verify()
         self._stamp()
         self._count()
         self._continue()
 
     def _settle(self, error: BaseException) -> None:
         self._believe_answers()
+        grace = self.deadline.afresh(GRACE_SECONDS)
         try:
-            settle(self.fleet, self.group, self.rules, self.watch.phase, error)
+            phase = self.watch.phase
+            settle(self.fleet, self.group, self.rules, phase, error, grace, self._prove)
         except Exception as second:  # noqa: BLE001 - the first error is the one to raise
             error.add_note(f"settling the engines failed as well: {second!r}")
+
+    def _prove(self, member: Member, deadline: Deadline) -> None:
+        if self.rules.verify != "off":
+            prove(member, self.plan, self.rules.verify, deadline)
 
     def _believe_answers(self) -> None:
         """Takes note of what single engines confirmed in a step that failed on others."""
@@ -128,34 +142,61 @@ class Procedure:
             self.packer.reserve(self.plan)
             for member in self.fleet.members:
                 member.start(Attempt(full=self.rules.full, buckets=len(self.plan.buckets)))
+            self._ask_beforehand()
             return self.packer.pack(self.plan.buckets[0])
+
+    def _ask_beforehand(self) -> None:
+        """What engines must know of the weights, while nothing is paused yet."""
+        rules, deadline = self.rules, self._share_of("plan")
+        if rules.verify == "off" or not rules.full:
+            return
+
+        def ask(member: Member, _: Attempt) -> None:
+            check_names(member, self.plan, whole=rules.whole, deadline=deadline)
+            if rules.verify != "sample":
+                learn(member, deadline)
+
+        self.fleet.each("plan", ask, deadline)
+        demand(self.fleet, self.plan, rules.verify, deadline)
 
     def _object(self, names: frozenset[str]) -> None:
         """Raises with every objection at once."""
-        mode = self.rules.pause_mode
-        found = [(m.url, m.engine.objection(mode)) for m in self.fleet.members]
+        found = [(m.url, self._objection_of(m)) for m in self.fleet.members]
         objections = [f"{url}: {text}" for url, text in found if text]
         for member in self.fleet.members if self.rules.full and not self.rules.whole else ():
-            lacking = sorted(member.owed - names) if member.doubt else []
+            lacking = sorted((member.owed if member.doubt else member.lost) - names)
             if lacking:
+                why = "holds mixed weights" if member.doubt else "restarted and lost its weights"
                 objections.append(
-                    f"{member.url} holds mixed weights, and this push lacks {len(lacking)} of the "
+                    f"{member.url} {why}, and this push lacks {len(lacking)} of the "
                     f"tensors that heal it: {lacking[0]!r}, ..."
                 )
         objections += self.packer.objections(self.plan)
         if objections:
             raise ConfigurationError("; ".join(objections), phase="plan")
 
+    def _objection_of(self, member: Member) -> str | None:
+        mode, rules = self.rules.pause_mode, self.rules
+        stale = rules.full and rules.flush and not member.engine.can_flush(mode)
+        if rules.refuse_stale and stale:
+            return f"it cannot flush its prefix cache under pause_mode={mode!r}; use 'abort'"
+        return member.engine.objection(mode)
+
     # -- steps --------------------------------------------------------------------------
 
-    def _each(self, phase: Phase, call: Callable[[Member, Attempt], None]) -> None:
+    def _share_of(self, phase: Phase) -> Deadline:
+        patient = phase in _LONG and not self.rules.regroups
+        return self.deadline.share(_LONG_SHARE if patient else _SHARE)
+
+    def _each(self, phase: Phase, call: Callable[[Member, Attempt, Deadline], None]) -> None:
+        deadline = self._share_of(phase)
         with self.watch.running(phase):
-            self.fleet.each(phase, call, self.deadline)
+            self.fleet.each(phase, lambda m, a: call(m, a, deadline), deadline)
 
     def _pause(self) -> None:
         for member in self.fleet.members:
             member.maybe_paused = True  # before any call leaves: a lost answer may have paused
-        self._each("pause", lambda m, _: m.engine.pause(self.rules.pause_mode, self.deadline))
+        self._each("pause", lambda m, _, d: m.engine.pause(self.rules.pause_mode, d))
 
     def _begin(self) -> None:
         ours = {member.url for member in self.fleet.members if member.maybe_open}
@@ -163,8 +204,8 @@ class Procedure:
             member.maybe_open = True
             member.attempt.session = member.engine.session()
 
-        def begin(member: Member, attempt: Attempt) -> None:
-            found_open = _session_of(attempt).open(self.deadline)
+        def begin(member: Member, attempt: Attempt, deadline: Deadline) -> None:
+            found_open = _session_of(attempt).open(deadline)
             attempt.found_open = found_open and member.url not in ours
 
         self._each("begin", begin)
@@ -178,17 +219,17 @@ class Procedure:
                 )
 
     def _end(self) -> None:
-        self._each("end", lambda _, attempt: _session_of(attempt).close(self.deadline))
+        self._each("end", lambda _, attempt, d: _session_of(attempt).close(d))
         for member in self.fleet.members:
             member.maybe_open = False
 
     def _flush(self) -> None:
         mode = self.rules.pause_mode
 
-        def flush(member: Member, attempt: Attempt) -> None:
+        def flush(member: Member, attempt: Attempt, deadline: Deadline) -> None:
             separate = self.rules.flush and not member.engine.flushes_with_update(mode)
             if attempt.flush_refused or (separate and member.engine.can_flush(mode)):
-                member.engine.flush(self.deadline)
+                member.engine.flush(deadline)
 
         self._each("flush", flush)
         for member in self.fleet.members:
@@ -196,12 +237,27 @@ class Procedure:
         self._warn_of_stale_prefixes(mode)
 
     def _flushed(self, member: Member) -> None:
-        if self.rules.full:
+        member.attempt.flushed = True
+
+    def _verify(self) -> None:
+        rules, asked = self.rules, self.rules.full and self.rules.verify != "off"
+        with self.watch.running("verify"):
+            if asked:
+                deadline = self._share_of("verify")
+                verify_fleet(
+                    self.fleet, self.plan, rules.verify, whole=rules.whole, deadline=deadline
+                )
+        for member in self.fleet.members if rules.full else ():
             member.renew()
+            if not asked:
+                member.attempt.verified = "off"
 
     def _warn_of_stale_prefixes(self, mode: PauseMode) -> None:
         stale = [m for m in self.fleet.members if not m.engine.can_flush(mode)]
-        consequence = "prefixes cached under the old weights may still be served"
+        consequence = (
+            "prefixes cached under the old weights may still be served; rollouts.salted() gives "
+            "requests a cache key of their own"
+        )
         if not self.rules.full:
             return
         if not self.rules.flush:
@@ -218,7 +274,7 @@ class Procedure:
             return
         for member in self.fleet.members:
             member.label = None  # until the engine confirms, either label may be there
-        self._each("stamp", lambda m, _: m.engine.stamp(label, self.deadline))
+        self._each("stamp", lambda m, a, d: _stamp(m, a, label, d))
         for member in self.fleet.members:
             self._stamped(member)
 
@@ -239,27 +295,31 @@ class Procedure:
         for member in self.fleet.members:
             self._continued(member)
 
-    def _resume(self, member: Member, _: Attempt) -> None:
-        if not member.doubt:  # only a full push makes a mixed engine fit to serve
-            member.engine.resume(self.deadline)
+    def _resume(self, member: Member, attempt: Attempt, deadline: Deadline) -> None:
+        if not _unfit(member):
+            member.engine.resume(deadline)
+        if self.rules.label is not None:
+            _look_again(member, attempt, self.rules.label, "continue", deadline)
 
     def _continued(self, member: Member) -> None:
-        member.maybe_paused = bool(member.doubt)
+        member.maybe_paused = _unfit(member)
 
     # -- transfer -----------------------------------------------------------------------
 
-    def _transfer(self) -> None:
+    def _transfer(self, deadline: Deadline) -> None:
         """Packs each bucket while the one before it travels; none is held once it arrived."""
         buckets = self.plan.buckets
         packed, self._packed = self._packed, []
         for index, bucket in enumerate(buckets):
-            self._send(bucket, packed, last=index == len(buckets) - 1)
+            self._send(bucket, packed, deadline, last=index == len(buckets) - 1)
             if index + 1 < len(buckets):
                 packed = self.packer.pack(buckets[index + 1])
-            self._await_bucket()
+            self._await_bucket(deadline)
             self.watch.meter.confirm(bucket)
 
-    def _send(self, bucket: Bucket, packed: list[torch.Tensor], *, last: bool) -> None:
+    def _send(
+        self, bucket: Bucket, packed: list[torch.Tensor], deadline: Deadline, *, last: bool
+    ) -> None:
         def apply(member: Member, attempt: Attempt) -> None:
             flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
             try:
@@ -267,7 +327,7 @@ class Procedure:
                     bucket,
                     group_name=self.group.name,
                     flush=last and flush,
-                    deadline=self.deadline,
+                    deadline=deadline,
                 )
             except EngineRejected as error:
                 self._note_refusal(attempt, error)
@@ -293,7 +353,7 @@ class Procedure:
                 attempt.suspicion = error.message
             raise error
 
-    def _await_bucket(self) -> None:
+    def _await_bucket(self, deadline: Deadline) -> None:
         """Watches every engine's answer while the bytes move; the first no ends the attempt."""
         calls = self.fleet.calls()
         pending = set(calls)
@@ -302,8 +362,8 @@ class Procedure:
             if any(call.exception() for call in done):
                 self._raise_culprit()
             if pending:
-                self._check_wire()
-        self._drain_wire()
+                self._check_wire(deadline)
+        self._drain_wire(deadline)
 
     def _raise_culprit(self) -> None:
         """Raises the error of the engine that began it.
@@ -313,58 +373,74 @@ class Procedure:
         calls = self.fleet.calls()
         end = self.deadline.at_most(_CULPRIT_SECONDS)
         errors = _errors_of(calls)
-        while all(map(_is_consequence, errors)) and not all(c.done() for c in calls):
+        while all(map(is_consequence, errors)) and not all(c.done() for c in calls):
             if end.expired():
                 break
-            time.sleep(_WATCH_SECONDS)
+            end.sleep(_WATCH_SECONDS)
             errors = _errors_of(calls)
-        for error in sorted(errors, key=_is_consequence):
+        for error in sorted(errors, key=is_consequence):
             raise error
 
-    def _check_wire(self) -> None:
+    def _check_wire(self, deadline: Deadline) -> None:
         """Raises if the wire broke or time is out; prefers the engine's own words."""
         try:
             self.group.moving()
         except WeightUpdateError:
             self._raise_culprit()
             raise
-        if self.deadline.expired():
-            self.fleet.gather("transfer", self.deadline)
+        if deadline.expired():
+            self.fleet.gather("transfer", deadline)
 
-    def _drain_wire(self) -> None:
+    def _drain_wire(self, deadline: Deadline) -> None:
         """All engines said yes: what they confirmed must have left by now."""
         pause = 1e-5
         while self.group.moving():
-            if self.deadline.expired():
+            if deadline.expired():
                 for member in self.fleet.members:
                     member.attempt.suspicion = "it confirmed a bucket that it never received"
                 raise UpdateTimeout(
                     "every engine confirmed the bucket, but its bytes never left",
                     phase="transfer",
                 )
-            time.sleep(pause)
+            deadline.sleep(pause)
             pause = min(2 * pause, 1e-3)
 
-    def report(self, version: int) -> UpdateReport:
-        """What this attempt did."""
-        return UpdateReport(
-            version=version,
-            bytes=self.plan.nbytes,
-            tensors=self.plan.tensors,
-            buckets=len(self.plan.buckets),
-            seconds=self.watch.finish(),
-            engines=self.fleet.outcomes(),
-            pause_mode=self.rules.pause_mode,
-            warnings=tuple(self.warnings),
-        )
+
+def _stamp(member: Member, attempt: Attempt, label: str, deadline: Deadline) -> None:
+    member.engine.stamp(label, deadline)
+    _look_again(member, attempt, label, "stamp", deadline)
+
+
+def _look_again(
+    member: Member, attempt: Attempt, label: str, phase: Phase, deadline: Deadline
+) -> None:
+    """A server that started anew says yes to everything, on the weights it started with."""
+    seen = member.engine.observe(deadline)
+    if None in (seen.instance, member.instance):
+        anew = seen.label not in (None, label, attempt.label)
+    else:
+        anew = seen.instance != member.instance
+    if anew:
+        raise _restarted(member, phase)
+
+
+def _restarted(member: Member, phase: Phase) -> EngineUnreachable:
+    member.attempt.suspicion = RESTARTED
+    return EngineUnreachable(
+        RESTARTED,
+        engine=member.url,
+        phase=phase,
+        remedy="push again: it is joined anew",
+    )
 
 
 def _errors_of(calls: Sequence[Future[None]]) -> list[BaseException]:
     return [error for call in calls if call.done() and (error := call.exception())]
 
 
-def _is_consequence(error: BaseException) -> bool:
-    return isinstance(error, EngineRejected) and "Failed to receive" in error.message
+def _unfit(member: Member) -> bool:
+    """Whether only a full push may let it serve: it is mixed, or somebody else paused it."""
+    return bool(member.doubt) or member.found_paused
 
 
 def _session_of(attempt: Attempt) -> Session:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import wait
 from dataclasses import replace
 
 from weight_update.errors import Phase
 from weight_update.report import Progress, ProgressHook
+from weight_update.waiting import spawn
 from weight_update.weights.buckets import Bucket, Plan
 
+_HOOK_SECONDS = 1.0
 _log = logging.getLogger("weight_update")
 
 
 class Meter:
     """Tells a hook how far an update is; without a hook it costs nothing.
 
-    A hook that raises is warned of and not called again: no update fails over a progress bar.
+    A hook that raises, or does not return, is warned of and not called again: no update fails,
+    and no engine stays paused, over a progress bar.
 
     Args:
-        hook: Called from the updating thread.
+        hook: Called from a thread of its own, one call after the other.
     """
 
     def __init__(self, hook: ProgressHook | None = None) -> None:
         self._hook = hook
+        self._told = False
         self._now = Progress("plan", bytes_done=0, bytes_total=0, bucket=0, buckets=0)
 
     def plan(self, plan: Plan) -> None:
@@ -32,7 +37,7 @@ class Meter:
 
     def enter(self, phase: Phase) -> None:
         """Tells that a phase begins."""
-        if self._hook is not None:
+        if self._hook is not None and (phase != self._now.phase or not self._told):
             self._tell(self._hook, replace(self._now, phase=phase))
 
     def confirm(self, bucket: Bucket) -> None:
@@ -43,9 +48,13 @@ class Meter:
             self._tell(self._hook, replace(now, bytes_done=done, bucket=now.bucket + 1))
 
     def _tell(self, hook: ProgressHook, now: Progress) -> None:
-        self._now = now
-        try:
-            hook(now)
-        except Exception as error:  # noqa: BLE001 - a hook must not break an update
+        self._now, self._told = now, True
+        call = spawn(hook, now)
+        wait([call], timeout=_HOOK_SECONDS)
+        error = call.exception() if call.done() else None
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt of the update, which happened to come inside the hook
+        if error is not None or not call.done():
             self._hook = None
-            _log.warning("the progress hook failed and is not called again: %r", error)
+            words = repr(error) if error else f"no return within {_HOOK_SECONDS:.0f} s"
+            _log.warning("the progress hook failed and is not called again: %s", words)

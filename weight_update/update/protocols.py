@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from weight_update.facts import Digests, NameCheck, Sighting
 from weight_update.options import PauseMode
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
@@ -49,8 +51,27 @@ class Engine(Protocol):
     def objection(self, mode: PauseMode) -> str | None:
         """Why this engine cannot be updated under a pause mode; None when it can."""
 
+    @property
+    def layout(self) -> str | None:
+        """Equal for engines that hold equal weights in equal parts; None when it does not say."""
+
+    def workers(self, deadline: Deadline) -> tuple[str, ...]:
+        """URLs of the engines behind this one, if it is a router; none for an engine."""
+
+    def observe(self, deadline: Deadline) -> Sighting:
+        """What the engine shows now; nothing is changed by looking."""
+
     def label(self, deadline: Deadline) -> str | None:
         """The version label that the engine shows now."""
+
+    def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
+        """Compares the names of a push with those that the engine can load."""
+
+    def digests(self, deadline: Deadline) -> Digests | None:
+        """Digests of all weights that it holds now, or None when it cannot make any."""
+
+    def first_values(self, name: str, deadline: Deadline) -> tuple[float, ...] | None:
+        """The start of the first row of a weight that it holds, or None when it cannot tell."""
 
     def join(
         self,

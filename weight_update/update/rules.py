@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weight_update.options import OnFailure, PauseMode
+from weight_update.options import OnFailure, PauseMode, Verify
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class UpdateRules:
             changes none and heals nothing.
         whole: Whether the weights are a whole model's, and not those of a mapping that may
             hold some only.
+        verify: How the engines prove that they hold what was sent.
+        refuse_stale: Whether an engine that cannot flush is refused, and not only warned of.
+        regroups: Whether the engines that are left try again when one fails.
         label: The version label to write, or None to write none.
         counted: Called once every engine has everything, before any continues; returns
             warnings.
@@ -30,5 +33,8 @@ class UpdateRules:
     on_failure: OnFailure
     full: bool = True
     whole: bool = True
+    verify: Verify = "off"
+    refuse_stale: bool = False
+    regroups: bool = False
     label: str | None = None
     counted: Callable[[], Sequence[str]] = tuple

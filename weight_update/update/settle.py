@@ -8,13 +8,14 @@ answer - one bounded attempt to resume, and reported as lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from weight_update.errors import EngineUnreachable, Phase, UpdateTimeout, WeightUpdateError
+from weight_update.facts import Sighting
 from weight_update.report import EngineState
-from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
 from weight_update.update.protocols import Engine, Group
 from weight_update.update.rules import UpdateRules
 from weight_update.waiting import Deadline, spawn
@@ -22,15 +23,23 @@ from weight_update.waiting import Deadline, spawn
 _log = logging.getLogger("weight_update")
 
 # A failed update ends at most 2 s after its failure or its deadline. Of these 1.8 s, at most
-# 1.0 go to the answer that is still out, and the last 0.6 are kept for resuming.
+# 0.8 go to the answer that is still out, and the last 0.8 are kept for resuming and for
+# finding out who is lost.
 GRACE_SECONDS = 1.8
-_ANSWER_SECONDS = 1.0
-_RESUME_SECONDS = 0.6
+_ANSWER_SECONDS = 0.8
+_RESUME_SECONDS = 0.5
 _FLUSH_SECONDS = 0.5
 _PROBE_SECONDS = 0.3
 
 STALE_CACHE = "weights new, cache stale"
+FOUND_PAUSED = (
+    "was found paused and is left so: whoever paused it may have left it half updated, and a "
+    "full push resumes it"
+)
+RESTARTED = "it restarted during the update and holds the weights that it started with"
 _SILENT = (EngineUnreachable, UpdateTimeout)
+
+Prove = Callable[[Member, Deadline], None]
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,29 @@ class Settled:
     paused: bool
     open: bool
     detail: str
+    anew: Sighting | None = None
+    """What a server that restarted meanwhile shows."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What ended the attempt, and how long its engines may take to be settled."""
+
+    group: Group
+    rules: UpdateRules
+    phase: Phase
+    grace: Deadline
+    prove: Prove
 
 
 def settle(
-    fleet: Fleet, group: Group, rules: UpdateRules, phase: Phase, error: BaseException
+    fleet: Fleet,
+    group: Group,
+    rules: UpdateRules,
+    phase: Phase,
+    error: BaseException,
+    grace: Deadline,
+    prove: Prove,
 ) -> None:
     """Brings every engine of a failed attempt into a known state, all at once, bounded.
 
@@ -56,11 +84,13 @@ def settle(
         rules: The rules of the attempt.
         phase: The step that failed.
         error: Why it failed.
+        grace: How long all of it may take.
+        prove: Raises WeightMismatchError if an engine does not hold what it confirmed.
     """
-    grace = Deadline(GRACE_SECONDS)
     if phase == "transfer":
         group.give_up()
-    tasks = {m.url: spawn(_settle_engine, m, group, rules, phase, grace) for m in fleet.members}
+    failure = _Failure(group, rules, phase, grace, prove)
+    tasks = {m.url: spawn(_settle_engine, m, failure) for m in fleet.members}
     interrupt = _wait_out(tasks.values(), grace)
     culprit = getattr(error, "engine", None)
     for member in fleet.members:
@@ -74,19 +104,24 @@ def settle(
         raise interrupt
 
 
-def _wait_out(tasks: Iterable[Future[Settled]], grace: Deadline) -> KeyboardInterrupt | None:
+def _wait_out(tasks: Iterable[Future[Settled]], grace: Deadline) -> BaseException | None:
     """Waits even through an interrupt: leaving now would leave a whole fleet paused."""
-    waiting, interrupt = list(tasks), None
+    waiting = list(tasks)
+    interrupt: BaseException | None = None
     while not grace.expired():
         try:
             wait(waiting, timeout=grace.remaining() + 0.1)
             break
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, SystemExit) as error:
             interrupt = error
     return interrupt
 
 
 def _note(member: Member, result: Settled, own_words: str) -> None:
+    if result.anew is not None:
+        member.forget()
+        member.label, member.instance = result.anew.label, result.anew.instance
+        member.owed = member.lost
     member.detail = result.detail or own_words
     member.maybe_paused, member.maybe_open = result.paused, result.open
     if result.state is EngineState.NEW and member.state is not EngineState.NEW:
@@ -107,30 +142,89 @@ def _unsettled(member: Member, error: object) -> Settled:
     )
 
 
-def _settle_engine(
-    member: Member, group: Group, rules: UpdateRules, phase: Phase, grace: Deadline
-) -> Settled:
-    engine, attempt = member.engine, member.attempt
-    if phase == "transfer":
-        spawn(_leave, engine, group.name, grace)
-    words = _await_answer(member, phase, grace)
-    early = grace.at_most(grace.remaining() - _RESUME_SECONDS)
+def _settle_engine(member: Member, failure: _Failure) -> Settled:
+    engine, attempt, grace = member.engine, member.attempt, failure.grace
+    if failure.phase == "transfer":
+        spawn(_leave, engine, failure.group.name, grace)
+    words = _await_answer(member, failure.phase, grace)
+    suspect = bool(attempt.suspicion) or _call_failed(member)
+    anew = _started_anew(member, grace) if suspect else None
+    if anew is not None:
+        return _hold_anew(member, failure, anew)
+    early = grace.at_most(grace.remaining() - _RESUME_SECONDS - _PROBE_SECONDS)
     trouble = _close(attempt, early) if member.maybe_open else ""
-    if member.state is EngineState.NEW:
-        state, doubt = EngineState.NEW, ""
-    elif attempt.complete and attempt.full and not trouble:
-        doubt = _flush(engine, attempt, rules, early)
-        state = EngineState.MIXED if doubt else EngineState.NEW
-    else:
-        doubt = attempt.doubt_left(_doubt_before(member))
-        state = EngineState.MIXED if doubt else EngineState.OLD
-    held = state is EngineState.MIXED and rules.on_failure == "hold"
-    paused, lost = member.maybe_paused, ""
-    if paused and not held:
-        paused, lost = _resume(engine, grace)
-    if (lost or trouble or attempt.suspicion) and not _reachable(engine, grace):
+    state, doubt = _holds(member, failure, early, trouble=bool(trouble))
+    paused, lost = _let_go(member, state, failure)
+    if (lost or trouble or suspect) and not _reachable(engine, grace):
         state = EngineState.UNREACHABLE
-    return Settled(state, doubt, paused, bool(trouble), doubt or lost or trouble or words)
+    foreign = FOUND_PAUSED if state is EngineState.OLD and member.found_paused else ""
+    detail = doubt or lost or trouble or foreign or words
+    return Settled(state, doubt, paused, bool(trouble), detail)
+
+
+def _holds(
+    member: Member, failure: _Failure, deadline: Deadline, *, trouble: bool
+) -> tuple[EngineState, str]:
+    """What the engine holds, and the doubt that is left about it."""
+    attempt, rules = member.attempt, failure.rules
+    if member.state is EngineState.NEW and not attempt.suspicion:
+        return EngineState.NEW, ""
+    if failure.phase == "transfer" and attempt.complete:
+        _check_word(member, failure, deadline)
+    if attempt.complete and attempt.full and not trouble:
+        doubt = "" if attempt.flushed else _flush(member.engine, attempt, rules, deadline)
+        return (EngineState.MIXED if doubt else EngineState.NEW), doubt
+    doubt = attempt.doubt_left(_doubt_before(member))
+    return (EngineState.MIXED if doubt else EngineState.OLD), doubt
+
+
+def _check_word(member: Member, failure: _Failure, deadline: Deadline) -> None:
+    """In a broadcast that broke, a yes may have come from an engine that received nothing."""
+    try:
+        failure.prove(member, deadline)
+    except WeightUpdateError as error:
+        member.attempt.suspicion = error.message
+
+
+def _let_go(member: Member, state: EngineState, failure: _Failure) -> tuple[bool, str]:
+    """Resumes the engine if it may be; whether it may be paused still, and why."""
+    held = state is EngineState.MIXED and failure.rules.on_failure == "hold"
+    foreign = state is EngineState.OLD and member.found_paused
+    if not member.maybe_paused or held or foreign:
+        return member.maybe_paused, ""
+    grace = failure.grace
+    return _resume(member.engine, grace.at_most(grace.remaining() - _PROBE_SECONDS))
+
+
+def _call_failed(member: Member) -> bool:
+    """Whether the engine's own call did not end well; others only waited for it."""
+    call = member.call
+    if call is None or not call.done():
+        return call is not None
+    error = call.exception()
+    return error is not None and not is_consequence(error)
+
+
+def _started_anew(member: Member, grace: Deadline) -> Sighting | None:
+    """What the server shows, if it is not the one that the attempt began with."""
+    try:
+        seen = member.engine.observe(grace.at_most(_PROBE_SECONDS))
+    except WeightUpdateError:
+        return None
+    other = None not in (seen.instance, member.instance) and seen.instance != member.instance
+    return seen if other else None
+
+
+def _hold_anew(member: Member, failure: _Failure, anew: Sighting) -> Settled:
+    """A server that restarted serves the weights it started with: it waits for a full push."""
+    paused = False
+    if failure.rules.on_failure == "hold":
+        try:
+            member.engine.pause(failure.rules.pause_mode, failure.grace.at_most(_RESUME_SECONDS))
+            paused = True
+        except WeightUpdateError as error:
+            _log.debug("%s could not be held: %s", member.url, error)
+    return Settled(EngineState.MIXED, RESTARTED, paused, open=False, detail=RESTARTED, anew=anew)
 
 
 def _doubt_before(member: Member) -> str:

@@ -1,13 +1,12 @@
-"""The updater: one fleet, one group, one update at a time, and a version that counts them."""
+"""The updater: one fleet, one wire, one update at a time, and a version that counts them."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,33 +15,66 @@ from weight_update.errors import (
     EngineRejected,
     EngineUnreachable,
     UpdateTimeout,
+    WeightMismatchError,
     WeightUpdateError,
     wrapped,
 )
-from weight_update.options import PauseMode, UpdateOptions, check_device_exists, parse_device
-from weight_update.report import EngineOutcome, EngineState, ProgressHook, UpdateReport
-from weight_update.update.connect import assign_ranks, join, leave
-from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.options import UpdateOptions, check_quorum
+from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
+from weight_update.update.connect import leave
+from weight_update.update.fleet import Attempt, Fleet, Member, culprits
 from weight_update.update.procedure import Procedure, Stopwatch
 from weight_update.update.progress import Meter
 from weight_update.update.protocols import Engine, Group, Packer
+from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules
+from weight_update.update.signals import orderly_end
+from weight_update.update.turns import one_at_a_time, turn
 from weight_update.update.versions import next_version
-from weight_update.waiting import Deadline
-from weight_update.weights.buckets import (
-    DEFAULT_BUCKET_BYTES,
-    Plan,
-    plan_buckets,
-)
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.update.wire import GroupFactory, PackerFactory, Wire, refuse_meta
+from weight_update.waiting import Clock, Deadline
+from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Plan, plan_buckets
+from weight_update.weights.specs import Weight
 
 _log = logging.getLogger("weight_update")
 
 _FLUSH_SECONDS = 30.0
-_PROBE_SECONDS = 0.3
+_RECOVERY_POLL_SECONDS = 0.5
+# What an engine can do to an attempt; everything else would fail without it as well.
+_ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
-GroupFactory = Callable[[Sequence[str], UpdateOptions, int, torch.device], Group]
-PackerFactory = Callable[[torch.device], Packer]
+
+@dataclass(frozen=True)
+class Push:
+    """What one update is to bring.
+
+    Attributes:
+        read: Returns the weights, in the order in which they are sent.
+        counted: Called with the new version once every engine has everything and before any
+            continues; returns warnings.
+        whole: Whether the weights are a whole model's.
+        progress: Told of each phase and of each confirmed bucket.
+    """
+
+    read: Callable[[], Sequence[Weight]]
+    counted: Callable[[int], Sequence[str]]
+    whole: bool = True
+    progress: ProgressHook | None = None
+
+
+@dataclass
+class _Run:
+    """One update, over all its attempts."""
+
+    push: Push
+    deadline: Deadline
+    watch: Stopwatch
+    weights: Sequence[Weight] = ()
+    version: int = 0
+    counted: bool = False
+    plan: Plan | None = None
+    pause_mode: str = "retract"
+    warnings: list[str] = field(default_factory=list)
 
 
 class Updater:
@@ -50,56 +82,59 @@ class Updater:
 
     1. :meth:`connect` (or the first :meth:`update`) inspects the engines and makes the group.
     2. :meth:`update` runs the procedure; a failed one gives the group up if it must, and the
-       next makes a new one.
+       next makes a new one. With a quorum, the engines that are left try again at once.
     3. :meth:`shutdown` gives the group up on both ends.
 
     Args:
-        engines: The fleet.
+        urls: The fleet.
+        open_engine: Makes the engine at a URL.
         open_group: Makes the group that bytes travel in.
         open_packer: Makes the packer for a device.
         options: Everything that shapes an update.
+        clock: Where time comes from.
 
     Attributes:
-        version: The last version that every engine confirmed; 0 before the first.
-        world_size: 1 + the ranks of all engines, once they were asked.
+        version: The last version that was counted; at first ``initial_version``, or 0.
+        roster: Who belongs to the fleet.
     """
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        urls: Sequence[str],
+        open_engine: Callable[[str], Engine],
         open_group: GroupFactory,
         open_packer: PackerFactory,
         options: UpdateOptions,
+        clock: Clock | None = None,
     ) -> None:
-        self.version = 0
+        self.version = options.initial_version or 0
         self.options = options
-        self._fleet = Fleet(engines)
-        self._open_group = open_group
-        self._open_packer = open_packer
-        self._group: Group | None = None
-        self._packer: Packer | None = None
+        self.roster = Roster(urls, open_engine)
+        self._wire = Wire(open_group, open_packer, options)
+        self._num_gpus = options.num_gpus
         self._busy = threading.Lock()
-        self._owner: int | None = None
         self._warned: set[str] = set()
-        self._closings = 0
-        self._live: list[Group] = []
-        weakref.finalize(self, _let_go, self._fleet, self._live, os.getpid())
-        self.world_size: int | None = None
+        self._clock = clock or Clock()
 
     @property
     def connected(self) -> bool:
         """Whether a usable group exists."""
-        return self._group is not None and not self._group.given_up
+        return self._wire.usable
 
     @property
     def engines(self) -> dict[str, EngineOutcome]:
         """What is known of each engine, by URL."""
-        return self._fleet.outcomes()
+        return self.roster.outcomes()
 
     @property
     def group(self) -> Group | None:
         """The group, once made."""
-        return self._group
+        return self._wire.group
+
+    @property
+    def world_size(self) -> int | None:
+        """1 + the ranks of all engines, once they were asked."""
+        return self._wire.world_size
 
     def connect(self, device: torch.device) -> None:
         """Inspects the engines and makes a new group; one that exists is given up.
@@ -110,59 +145,55 @@ class Updater:
         Raises:
             WeightUpdateError: An engine cannot take updates, refused or did not come.
         """
-        deadline = Deadline(self.options.timeout)
-        watch = Stopwatch()
-        with self._reporting(watch), self._exclusively(deadline):
-            self._drop_group()
-            self._connect(device, deadline, watch)
+        run = self._run(Push(tuple, _nothing))
+        with self._reporting(run), self._exclusively(run.deadline):
+            self._wire.drop()
+            with run.watch.running("connect"):
+                self.roster.discover(run.deadline)
+                for member in self.roster.members:
+                    member.met = False
+                fleet = Fleet(self.roster.members)
+                self.roster.look(fleet, run.deadline.share(0.5))
+                self._meet(fleet, device, run)
 
-    def update(
-        self,
-        read: Callable[[], Sequence[Weight]],
-        *,
-        counted: Callable[[int], Sequence[str]],
-        whole: bool = True,
-        progress: ProgressHook | None = None,
-    ) -> UpdateReport:
+    def update(self, push: Push) -> UpdateReport:
         """Runs one update.
 
-        Args:
-            read: Returns what to send, in order.
-            counted: Called with the new version once every engine has everything and before
-                any continues; returns warnings.
-            whole: Whether the weights are a whole model's.
-            progress: Told of each phase and of each confirmed bucket.
-
         Returns:
-            The report; every engine is ``new``.
+            The report; every engine of the quorum is ``new``.
 
         Raises:
             WeightUpdateError: With ``report``, ``phase`` and ``engine`` set.
         """
-        deadline = Deadline(self.options.timeout)
-        watch = Stopwatch(Meter(progress))
-        with self._reporting(watch) as attempt, self._exclusively(deadline):
-            for member in self._fleet.members:
-                member.start(Attempt())
-            with watch.running("plan"):
-                weights = read()
-                _refuse_meta(weights)
-                self._observe(deadline)
-            self._connect(weights[0].device, deadline, watch)
-            procedure = self._procedure(weights, counted, deadline, watch, whole=whole)
-            attempt.append(procedure)
-            procedure.run()
-            self._warn(procedure.warnings)
-            return procedure.report(self.version)
+        run = self._run(push)
+        with self._reporting(run), self._exclusively(run.deadline), orderly_end():
+            self._prepare(run)
+            with turn(self.roster.urls, self.options.when_busy, run.deadline):
+                self._attempts(run)
+            self._warn(run.warnings)
+            return self._report(run)
+
+    def await_return(self) -> None:
+        """Waits for engines that do not answer, for half the time that an update may take."""
+        deadline = Deadline(self.options.timeout / 2, self._clock)
+        with self._exclusively(deadline):
+            for member in self.roster.members:
+                member.left_out = True
+            while any(member.left_out for member in self.roster.members):
+                self.roster.look_for_the_lost(deadline)
+                if deadline.expired():
+                    return
+                if any(member.left_out for member in self.roster.members):
+                    deadline.sleep(min(_RECOVERY_POLL_SECONDS, deadline.remaining()))
 
     def plan(self, weights: Sequence[Weight]) -> Plan:
         """What an update of ``weights`` would send, in which requests; asks no engine."""
-        device = self._wire_device(weights[0].device)
-        return self._plan(weights, device, self._packer or self._open_packer(device))
+        device = self._wire.device_for(weights[0].device)
+        return self._plan(weights, device, self._wire.packer_for(device))
 
     def flush_cache(self) -> bool:
         """Flushes every prefix cache once; False if one was not, and the log says why."""
-        deadline = Deadline(min(_FLUSH_SECONDS, self.options.timeout))
+        deadline = Deadline(min(_FLUSH_SECONDS, self.options.timeout), self._clock)
 
         def flush(member: Member, _: Attempt) -> None:
             if not member.engine.flush_once(deadline):
@@ -170,193 +201,206 @@ class Updater:
 
         try:
             with self._exclusively(deadline):
-                self._fleet.each("flush", flush, deadline)
+                Fleet(self.roster.members).each("flush", flush, deadline)
         except WeightUpdateError as error:
             _log.warning(error)
             return False
         return True
 
+    def add_engine(self, url: str) -> None:
+        """Adds an engine, or a router with its workers, from the next update on."""
+        with self._exclusively(Deadline(self.options.timeout, self._clock)):
+            self.roster.add(url)
+            self._num_gpus = None  # it was the number of the fleet as it was
+
+    def remove_engine(self, url: str) -> None:
+        """Takes an engine out; it drops the group."""
+        with self._exclusively(Deadline(self.options.timeout, self._clock)):
+            gone = self.roster.remove(url)
+            self._num_gpus = None
+            group = self._wire.group
+            if group is not None:
+                leave(Fleet(gone), group)
+            for member in gone:
+                member.engine.close()
+
     def shutdown(self) -> None:
         """Gives the group up on both ends; safe to call at any time, repeatedly."""
-        self._closings += 1
-        self._drop_group()
-        for member in self._fleet.members:
+        self._wire.close()
+        for member in self.roster.members:
             member.engine.close()
 
-    # -- steps --------------------------------------------------------------------------
+    # -- attempts -----------------------------------------------------------------------
 
-    def _connect(self, device: torch.device, deadline: Deadline, watch: Stopwatch) -> None:
-        if self.connected:
-            return
-        self._drop_group()
-        with watch.running("connect"):
-            device = self._wire_device(device)
-            check_device_exists(device)
-            self._fleet.each("connect", lambda m, _: m.engine.inspect(deadline), deadline)
-            for member in self._fleet.members:
-                _refuse_mode(member, self.options.effective_pause_mode())
-            self.world_size = world_size = assign_ranks(self._fleet, self.options.num_gpus)
-            urls = [member.url for member in self._fleet.members]
-            closings = self._closings
-            packer = self._open_packer(device)
-            group = join(
-                self._fleet,
-                lambda: self._open_group(urls, self.options, world_size, device),
-                world_size,
-                deadline,
-            )
-            self._group, self._packer = group, packer
-            self._live.append(group)
-            if closings != self._closings:
-                self._drop_group()
-                raise WeightUpdateError("shut down while it connected", phase="connect")
-            if device.type == "cuda":
-                self._warm_up(device, deadline)
+    def _prepare(self, run: _Run) -> None:
+        """What all attempts share: the fleet, and the weights."""
+        for member in self.roster.members:
+            member.start(Attempt())
+        with run.watch.running("plan"):
+            run.weights = run.push.read()
+            refuse_meta(run.weights)
+            if not self.roster.complete:
+                self.roster.discover(run.deadline)
+                self.roster.look_for_the_lost(run.deadline)
+            check_quorum(self.options.quorum, len(self.roster.members))
 
-    def _drop_group(self) -> None:
-        group, self._group, self._packer = self._group, None, None
-        self._live.clear()
-        if group is not None:
-            group.give_up()
-            leave(self._fleet, group)
+    def _attempts(self, run: _Run) -> None:
+        """Attempts the update, with the engines that are left each time one has failed."""
+        while True:
+            fleet = Fleet(member for member in self.roster.members if not member.left_out)
+            try:
+                self._check_quorum_left(len(fleet.members))
+                return self._attempt(fleet, run)
+            except _ENGINES_FAULT as error:
+                self._go_on_without_culprits(error, fleet, run)
+                if run.counted:
+                    return None
 
-    def _warm_up(self, device: torch.device, deadline: Deadline) -> None:
-        """Builds the NCCL communicator before the first update, in a short pause of its own.
-
-        It is built by the first broadcast, in 0.4-0.8 s; engines join one only inside an
-        update, so this is an update of one number that no loader keeps.
-        """
-        group, packer = self._wire()
-        name = self._fleet.members[0].engine.harmless_name
-        value = torch.ones(1, device=device)
-        weight = Weight(TensorSpec(name, torch.float32, (1,)), device, lambda: value)
-        rules = UpdateRules(
-            self.options.effective_pause_mode(),
-            flush=False,
-            on_failure=self.options.on_failure,
-            full=False,
-        )
-        plan = plan_buckets([weight], 1)
-        Procedure(self._fleet, group, packer, plan, rules, deadline).run()
-
-    def _wire_device(self, device: torch.device) -> torch.device:
-        device = parse_device(self.options.device) or device
-        if self.options.backend == "gloo" or (
-            self.options.backend == "auto" and device.type != "cuda"
-        ):
-            return torch.device("cpu")
-        return device if device.type == "cuda" else torch.device("cuda", 0)
-
-    def _observe(self, deadline: Deadline) -> None:
-        """Reads every engine's label: one that went back tells of a restart."""
-        labels: dict[str, str | None] = {}
-
-        def look(member: Member, _: Attempt) -> None:
-            labels[member.url] = member.engine.label(deadline)
-
+    def _attempt(self, fleet: Fleet, run: _Run) -> None:
+        with run.watch.running("plan"):
+            self.roster.look(fleet, run.deadline.share(0.5))
+        if not self._wire.serves(fleet):
+            with run.watch.running("connect"):
+                self._meet(fleet, run.weights[0].device, run)
+        procedure = self._procedure(fleet, run)
         try:
-            self._fleet.each("plan", look, deadline)
+            procedure.run()
         finally:
-            self._take_note(dict(labels))
+            run.warnings += procedure.warnings
 
-    def _take_note(self, labels: Mapping[str, str | None]) -> None:
-        seen = [member for member in self._fleet.members if member.url in labels]
-        restarted = [m for m in seen if m.label not in (None, labels[m.url])]
-        for member in restarted:
-            member.forget()
-        for member in seen:
-            member.label = labels[member.url]
-        if restarted:
-            self._drop_group()
+    def _meet(self, fleet: Fleet, device: torch.device, run: _Run) -> None:
+        deadline = run.deadline.share(0.5)
+        self.roster.meet(fleet, deadline)
+        mode = self.options.effective_pause_mode()
+        for member in fleet.members:
+            objection = member.engine.objection(mode)
+            if objection:
+                raise ConfigurationError(objection, engine=member.url, phase="connect")
+        everybody = len(fleet.members) == len(self.roster.members)
+        self._wire.connect(fleet, device, self._num_gpus if everybody else None, deadline)
 
-    def _procedure(
-        self,
-        weights: Sequence[Weight],
-        counted: Callable[[int], Sequence[str]],
-        deadline: Deadline,
-        watch: Stopwatch,
-        *,
-        whole: bool,
-    ) -> Procedure:
-        group, packer = self._wire()
-        version = next_version(self.version, [m.label for m in self._fleet.members])
+    def _check_quorum_left(self, engines: int) -> None:
+        if engines == 0 or engines < self._needed:
+            lost = [member.url for member in self.roster.members if member.left_out]
+            raise EngineUnreachable(
+                f"{', '.join(lost)} did not come back, and quorum={self.options.quorum} needs "
+                f"{self._needed} engine(s)",
+                engine=lost[0],
+                engines=lost,
+                phase="connect",
+            )
+
+    @property
+    def _needed(self) -> int:
+        quorum = self.options.quorum
+        return len(self.roster.members) if isinstance(quorum, str) else quorum
+
+    def _go_on_without_culprits(self, error: WeightUpdateError, fleet: Fleet, run: _Run) -> None:
+        """Leaves out the engines that failed, or raises if too few would be left."""
+        if run.watch.phase in ("plan", "connect"):
+            self.roster.note_the_dead()
+        failed = culprits(error, fleet.members)
+        left = len(fleet.members) - len(failed)
+        if not failed or left == 0 or left < self._needed or run.deadline.expired():
+            raise error
+        for member in failed:
+            member.left_out = True
+            member.detail = member.detail or error.message
+            run.warnings.append(f"{member.url} was left out: {member.detail}")
+
+    def _procedure(self, fleet: Fleet, run: _Run) -> Procedure:
+        group, packer = self._wire.ends()
+        run.version = run.version or self._next_version()
 
         def count() -> Sequence[str]:
-            self.version = version
-            return counted(version)
+            self.version, run.counted = run.version, True
+            return run.push.counted(run.version)
 
-        rules = UpdateRules(
-            pause_mode=self.options.effective_pause_mode(),
-            flush=self.options.flush_wanted(),
-            on_failure=self.options.on_failure,
-            whole=whole,
-            label=str(version),
+        rules = self._rules(run, count)
+        run.plan = self._plan(run.weights, group.device, packer)
+        run.watch.meter.plan(run.plan)
+        return Procedure(fleet, group, packer, run.plan, rules, run.deadline, run.watch)
+
+    def _rules(self, run: _Run, count: Callable[[], Sequence[str]]) -> UpdateRules:
+        options = self.options
+        return UpdateRules(
+            pause_mode=options.effective_pause_mode(),
+            flush=options.flush_wanted(),
+            on_failure=options.on_failure,
+            whole=run.push.whole,
+            verify=options.verify,
+            refuse_stale=options.stale_cache == "refuse",
+            regroups=self._needed < len(self.roster.members),
+            label=str(run.version),
             counted=count,
         )
-        plan = self._plan(weights, group.device, packer)
-        watch.meter.plan(plan)
-        return Procedure(self._fleet, group, packer, plan, rules, deadline, watch)
+
+    def _next_version(self) -> int:
+        if self.options.initial_version is not None:
+            return self.version + 1  # a resumed run's own count wins over the engines' labels
+        return next_version(self.version, [m.label for m in self.roster.members])
 
     def _plan(self, weights: Sequence[Weight], device: torch.device, packer: Packer) -> Plan:
         asked = self.options.bucket_bytes
         size = asked or DEFAULT_BUCKET_BYTES[device.type]
         return plan_buckets(weights, size, packer.packs, even=asked is None)
 
-    def _wire(self) -> tuple[Group, Packer]:
-        if self._group is None or self._packer is None:
-            raise WeightUpdateError("Communication group not initialized")
-        return self._group, self._packer
-
     # -- bookkeeping --------------------------------------------------------------------
+
+    def _run(self, push: Push) -> _Run:
+        return _Run(
+            push,
+            Deadline(self.options.timeout, self._clock),
+            Stopwatch(Meter(push.progress)),
+            pause_mode=self.options.effective_pause_mode(),
+        )
 
     @contextmanager
     def _exclusively(self, deadline: Deadline) -> Iterator[None]:
-        if self._owner == threading.get_ident():
-            raise ConfigurationError(
-                "a hook of a running update called its sender",
-                phase="plan",
-                remedy="call it once the update has returned",
-            )
-        if not self._busy.acquire(timeout=deadline.remaining()):
-            raise UpdateTimeout(
-                f"another update was still running after {deadline.seconds:.1f} s", phase="plan"
-            )
-        self._owner = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._owner = None
-            self._busy.release()
+        with one_at_a_time(id(self)):
+            patience = deadline.remaining() if self.options.when_busy == "wait" else 0.0
+            if not self._busy.acquire(timeout=patience):
+                raise self._still_busy(deadline)
+            try:
+                yield
+            finally:
+                self._busy.release()
+
+    def _still_busy(self, deadline: Deadline) -> WeightUpdateError:
+        if self.options.when_busy == "refuse":
+            return WeightUpdateError("busy: another update of this sender is running", phase="plan")
+        text = f"another update was still running after {deadline.seconds:.1f} s"
+        return UpdateTimeout(text, phase="plan")
 
     @contextmanager
-    def _reporting(self, watch: Stopwatch) -> Iterator[list[Procedure]]:
+    def _reporting(self, run: _Run) -> Iterator[None]:
         """Every failure leaves as a WeightUpdateError that carries the report."""
-        attempt: list[Procedure] = []
         try:
-            yield attempt
+            yield
         except Exception as error:  # noqa: BLE001 - re-raised with its report
-            failure = wrapped(error, watch.phase)
-            if watch.phase in ("plan", "connect"):
-                _note_the_dead(self._fleet)
+            phase = run.watch.phase
+            failure = wrapped(error, phase)
+            if phase in ("plan", "connect"):
+                self.roster.note_the_dead()
             if failure.phase == "configure":
-                failure.phase = watch.phase
-            failure.report = self._report_of(attempt, watch)
+                failure.phase = phase
+            failure.report = self._report(run)
             raise failure from failure.__cause__
         except BaseException as interrupt:
-            lines = self._report_of(attempt, watch).engine_lines()
+            lines = self._report(run).engine_lines()
             interrupt.add_note("the weight update was interrupted; " + "; ".join(lines))
             raise
 
-    def _report_of(self, attempt: list[Procedure], watch: Stopwatch) -> UpdateReport:
-        if attempt:
-            return attempt[0].report(self.version)
+    def _report(self, run: _Run) -> UpdateReport:
         return UpdateReport(
             version=self.version,
-            bytes=0,
-            tensors=0,
-            buckets=0,
-            seconds=watch.finish(),
+            bytes=run.plan.nbytes if run.plan else 0,
+            tensors=run.plan.tensors if run.plan else 0,
+            buckets=len(run.plan.buckets) if run.plan else 0,
+            seconds=run.watch.finish(),
             engines=self.engines,
+            pause_mode=run.pause_mode,
+            warnings=tuple(run.warnings),
         )
 
     def _warn(self, warnings: Sequence[str]) -> None:
@@ -366,44 +410,5 @@ class Updater:
                 _log.warning(warning)
 
 
-def _let_go(fleet: Fleet, live: list[Group], process: int) -> None:
-    """A sender that was dropped without a shutdown leaves no group behind on the engines."""
-    if os.getpid() != process:
-        return  # a fork's copy: the group is the parent's
-    for group in live:
-        group.give_up()
-        leave(fleet, group)
-
-
-def _note_the_dead(fleet: Fleet) -> None:
-    for member in fleet.members:
-        call = member.call
-        error = call.exception() if call is not None and call.done() else None
-        if isinstance(error, EngineUnreachable) and not _answers(member):
-            member.state, member.detail = EngineState.UNREACHABLE, error.message
-
-
-def _answers(member: Member) -> bool:
-    try:
-        member.engine.label(Deadline(_PROBE_SECONDS))
-    except EngineUnreachable:
-        return False
-    except WeightUpdateError:
-        return True
-    return True
-
-
-def _refuse_mode(member: Member, mode: PauseMode) -> None:
-    objection = member.engine.objection(mode)
-    if objection:
-        raise ConfigurationError(objection, engine=member.url, phase="connect")
-
-
-def _refuse_meta(weights: Sequence[Weight]) -> None:
-    meta = [weight.spec.name for weight in weights if weight.device.type == "meta"]
-    if meta:
-        raise ConfigurationError(
-            f"{len(meta)} weight(s) are on the meta device and have no values: {meta[0]!r}, ...",
-            phase="plan",
-            remedy="register the model that holds the trained values",
-        )
+def _nothing(_: int) -> Sequence[str]:
+    return ()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# A longer label is somebody's digits, and no count of updates.
+_MOST_DIGITS = 18
+
 
 def next_version(current: int, labels: Iterable[str | None]) -> int:
     """The version that the next successful update gets.
@@ -18,5 +21,9 @@ def next_version(current: int, labels: Iterable[str | None]) -> int:
         >>> next_version(0, ["7", "default"])
         8
     """
-    shown = (int(label) for label in labels if label is not None and label.isdecimal())
+    shown = (int(label) for label in labels if label is not None and _is_number(label))
     return max(current, *shown, 0) + 1
+
+
+def _is_number(label: str) -> bool:
+    return label.isdecimal() and len(label) <= _MOST_DIGITS

@@ -43,8 +43,8 @@ class Weight:
     Attributes:
         spec: What is announced to the engine.
         device: Where the value lives.
-        read: Returns the detached value; called once an update, so that merged or cast
-            weights exist one at a time and never as a second model.
+        read: Returns the detached value. It is called when the value is needed, so that merged
+            or cast weights exist one at a time and never as a second model.
     """
 
     spec: TensorSpec

@@ -1,0 +1,315 @@
+"""SGLang as an engine: what it is asked, in how many calls, and what is made of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from weight_update.engines.sglang import SGLangEngine
+from weight_update.errors import (
+    ConfigurationError,
+    EngineRejected,
+    EngineUnreachable,
+    UpdateTimeout,
+)
+from weight_update.facts import Digests, NameCheck, Sighting
+from weight_update.options import HttpOptions
+from weight_update.waiting import Deadline
+
+INFO: dict[str, Any] = {
+    "version": "0.5.23",
+    "tp_size": 1,
+    "dtype": "float32",
+    "device": "cpu",
+    "random_seed": 5,
+    "api_key": "server-secret",
+}
+MODEL = {"weight_version": "3", "architectures": ["LlamaForCausalLM"]}
+NAMES = ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
+SUMS = {"model.norm.weight": "aa", "model.layers.0.mlp.gate_up_proj.weight": "bb"}
+CHECKED = {"success": True, "message": "Success.", "ranks": [{"checksums": SUMS}]}
+
+
+def soon() -> Deadline:
+    return Deadline(5.0)
+
+
+@pytest.fixture
+def engine(server, answer) -> Iterator[SGLangEngine]:
+    server.answers["/server_info"] = answer(body=INFO)
+    server.answers["/model_info"] = answer(body=MODEL)
+    server.answers["/weights_checker"] = answer(body=CHECKED)
+    for route in ("/workers", "/list_workers"):
+        server.answers[route] = answer(404, {"detail": "Not Found"})
+    made = SGLangEngine(server.url, HttpOptions())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def inspected(engine: SGLangEngine, server) -> SGLangEngine:
+    engine.inspect(soon())
+    server.asked.clear()
+    return engine
+
+
+def paths(server) -> list[str]:
+    return [asked.path for asked in server.asked]
+
+
+# -- inspect -------------------------------------------------------------------------------
+
+
+def test_before_it_is_inspected_nothing_is_known_of_an_engine(engine) -> None:
+    assert (engine.ranks, engine.layout) == (None, None)
+    assert engine.check_names(NAMES, soon()) == NameCheck()
+    assert engine.first_values("model.norm.weight", soon()) is None
+
+
+def test_the_layout_is_known_once_inspected(inspected, server, answer) -> None:
+    assert "0.5.23" in inspected.layout
+    assert "LlamaForCausalLM" in inspected.layout
+
+    server.answers["/model_info"] = answer(body={"weight_version": "3"})
+    inspected.inspect(soon())
+    assert inspected.layout is None
+
+
+def test_a_server_without_any_route_of_sglang_is_named_for_what_it_is(engine, server, answer):
+    for route in ("/server_info", "/get_server_info", "/model_info", "/get_model_info"):
+        server.answers[route] = answer(404, "not found")
+
+    with pytest.raises(ConfigurationError, match="no SGLang server answers here") as caught:
+        engine.inspect(soon())
+    assert caught.value.engine == server.url
+    assert "root URL" in str(caught.value)
+
+
+def test_a_server_that_only_hides_its_layout_is_taken_for_what_it_is(engine, server, answer):
+    for route in ("/server_info", "/get_server_info"):
+        server.answers[route] = answer(404, "not found")
+
+    engine.inspect(soon())
+    assert (engine.ranks, engine.layout) == (None, None)
+
+
+# -- workers -------------------------------------------------------------------------------
+
+
+def test_a_server_has_no_workers(engine) -> None:
+    assert engine.workers(soon()) == ()
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/workers", {"workers": [{"url": "http://a:1", "is_healthy": True}], "total": 1}),
+        ("/list_workers", {"urls": ["http://a:1"]}),
+    ],
+)
+def test_the_workers_of_a_router_are_asked_for_in_its_own_way(
+    engine, server, answer, route: str, body: dict[str, Any]
+) -> None:
+    server.answers[route] = answer(body=body)
+
+    assert engine.workers(soon()) == ("http://a:1",)
+    assert paths(server)[-1] == route
+
+
+@pytest.mark.parametrize("status", [401, 403, 500, 503])
+def test_a_server_that_does_not_say_whether_it_is_a_router_is_not_taken_for_either(
+    engine, server, answer, status: int
+) -> None:
+    server.answers["/workers"] = answer(status, {"error": "no"})
+
+    with pytest.raises(EngineRejected, match=f"/workers answered {status}"):
+        engine.workers(soon())
+
+
+def test_a_router_without_workers_is_refused(engine, server, answer) -> None:
+    server.answers["/workers"] = answer(body={"workers": []})
+
+    with pytest.raises(ConfigurationError, match="lists no workers"):
+        engine.workers(soon())
+
+
+@pytest.mark.parametrize("body", ["<html>welcome</html>", {"success": True}, []])
+def test_a_service_that_says_yes_to_everything_is_no_router(
+    engine, server, answer, body: Any
+) -> None:
+    for route in ("/workers", "/list_workers"):
+        server.answers[route] = answer(body=body)
+
+    assert engine.workers(soon()) == ()
+
+
+# -- observe -------------------------------------------------------------------------------
+
+
+def test_a_look_is_three_calls_and_changes_nothing(engine, server) -> None:
+    seen = engine.observe(soon())
+
+    assert (seen.label, seen.ready) == ("3", True)
+    assert seen.instance
+    assert [(asked.method, asked.path) for asked in server.asked] == [
+        ("GET", "/model_info"),
+        ("GET", "/ready"),
+        ("GET", "/server_info"),
+    ]
+
+
+def test_another_start_is_another_instance(engine, server, answer) -> None:
+    before = engine.observe(soon())
+    server.answers["/server_info"] = answer(body={**INFO, "random_seed": 6})
+
+    assert engine.observe(soon()).instance != before.instance
+
+
+def test_a_look_shows_none_of_the_servers_keys(engine) -> None:
+    assert "server-secret" not in repr(engine.observe(soon()))
+
+
+def test_an_old_server_shows_less(engine, server, answer) -> None:
+    server.answers["/server_info"] = answer(body={"version": "0.5.9"})
+    server.answers["/ready"] = answer(404, {"detail": "Not Found"})
+
+    assert engine.observe(soon()) == Sighting("3", None, None)
+
+
+def test_a_scheduler_that_is_stuck_is_a_timeout_and_not_a_wait(engine, server, answer) -> None:
+    server.answers["/server_info"] = answer(body=INFO, delay=2.0)
+
+    with pytest.raises(UpdateTimeout, match="/server_info") as caught:
+        engine.observe(Deadline(0.3))
+    assert caught.value.engine == server.url
+
+
+def test_a_server_that_is_gone_is_unreachable(engine, server) -> None:
+    server.close()
+
+    with pytest.raises(EngineUnreachable):
+        engine.observe(soon())
+
+
+# -- names ---------------------------------------------------------------------------------
+
+
+def test_names_are_compared_with_those_that_the_server_shows(inspected) -> None:
+    names = ["model.norm.weight", "v_head.weight"]
+
+    found = inspected.check_names(names, soon())
+    assert found.known
+    assert found.unknown == ("v_head.weight",)
+    assert found.lacking == ("model.layers.0.mlp.gate_up_proj.weight",)
+
+
+def test_the_servers_names_are_asked_for_once_until_it_is_inspected_again(
+    inspected, server
+) -> None:
+    for _ in range(3):
+        assert inspected.check_names(NAMES, soon()) == NameCheck(known=True)
+    assert paths(server) == ["/weights_checker"]
+
+    inspected.inspect(soon())
+    inspected.check_names(NAMES, soon())
+    assert paths(server).count("/weights_checker") == 2
+
+
+@pytest.mark.parametrize(
+    ("info", "model"),
+    [
+        ({**INFO, "quantization": "fp8"}, MODEL),
+        ({**INFO, "enable_lora": True}, MODEL),
+        (INFO, {"architectures": ["DeepseekV3ForCausalLM"]}),
+        (INFO, {"weight_version": "3"}),
+    ],
+)
+def test_names_of_a_model_that_is_not_known_are_not_even_asked_for(
+    engine, server, answer, info: dict[str, Any], model: dict[str, Any]
+) -> None:
+    server.answers["/server_info"] = answer(body=info)
+    server.answers["/model_info"] = answer(body=model)
+    engine.inspect(soon())
+
+    assert engine.check_names(["x"], soon()) == NameCheck()
+    assert "/weights_checker" not in paths(server)
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 422])
+def test_a_server_that_makes_no_digests_shows_no_names(
+    inspected, server, answer, status: int
+) -> None:
+    server.answers["/weights_checker"] = answer(status, {"success": False, "message": "no"})
+
+    assert inspected.check_names(["x"], soon()) == NameCheck()
+    assert inspected.digests(soon()) is None
+
+
+# -- digests and values --------------------------------------------------------------------
+
+
+def test_digests_are_those_of_the_server(inspected) -> None:
+    assert inspected.digests(soon()) == Digests((SUMS,))
+
+
+@pytest.mark.parametrize("body", ["<html>", {"success": True}, []])
+def test_an_answer_without_digests_is_none(inspected, server, answer, body: Any) -> None:
+    server.answers["/weights_checker"] = answer(body=body)
+
+    assert inspected.digests(soon()) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "values"),
+    [
+        (200, [[0.5, 0.25]], (0.5, 0.25)),
+        (200, [1.0], (1.0,)),
+        (200, {"x": 1}, None),
+        (400, {"error": {"message": "Get parameter by name failed"}}, None),
+        (404, {"detail": "Not Found"}, None),
+    ],
+)
+def test_first_values_are_those_that_the_server_shows(
+    inspected, server, answer, status: int, body: Any, values: Any
+) -> None:
+    server.answers["/get_weights_by_name"] = answer(status, body)
+
+    assert inspected.first_values("model.norm.weight", soon()) == values
+
+
+LAYER = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("rows", "values"),
+    [
+        ({"q": [[0.0] * 4], "o": [[0.0] * 4]}, (0.5,)),
+        ({"q": [[0.0] * 4], "o": [[0.0] * 6]}, None),
+        ({"q": [[0.0] * 4]}, None),
+        ({}, None),
+    ],
+    ids=["heads fill the hidden size", "they do not", "no output weight", "none by name"],
+)
+def test_a_key_is_believed_only_where_the_server_cuts_it_out_in_the_right_place(
+    inspected, server, answer, rows: dict[str, Any], values: Any
+) -> None:
+    told = {f"{LAYER}.{letter}_proj.weight": row for letter, row in rows.items()}
+    server.by_body["/get_weights_by_name"] = lambda body: answer(
+        body=told.get(body["name"], [0.5] if body["name"].endswith("k_proj.bias") else {})
+    )
+
+    assert inspected.first_values(f"{LAYER}.k_proj.bias", soon()) == values
+    asked = len(server.asked)
+    assert inspected.first_values(f"{LAYER}.k_proj.bias", soon()) == values
+    assert len(server.asked) == asked + (values is not None)
+
+
+def test_values_of_quantised_weights_are_not_asked_for(engine, server, answer) -> None:
+    server.answers["/server_info"] = answer(body={**INFO, "quantization": "fp8"})
+    engine.inspect(soon())
+    server.asked.clear()
+
+    assert engine.first_values("model.norm.weight", soon()) is None
+    assert not server.asked

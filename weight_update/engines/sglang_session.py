@@ -1,0 +1,69 @@
+"""The session that the update requests of one update run in."""
+
+from __future__ import annotations
+
+from weight_update.engines.sglang_client import SGLangClient, update_request
+from weight_update.errors import EngineRejected
+from weight_update.waiting import Deadline
+from weight_update.weights.buckets import Bucket
+
+
+class SGLangSession:
+    """One update of one server: open, apply buckets, close; or recover.
+
+    Args:
+        client: The server.
+        needed: Whether the release has sessions; without, opening and closing do nothing.
+    """
+
+    def __init__(self, client: SGLangClient, *, needed: bool) -> None:
+        self._client = client
+        self._needed = needed
+
+    def open(self, deadline: Deadline) -> bool:
+        """Begins the update; returns whether another one was open.
+
+        A trainer that died leaves its session open, and with it weights that may be partly
+        its own: it is closed, and the caller must not take the weights for clean.
+        """
+        if not self._needed:
+            return False
+        try:
+            self._client.begin(deadline)
+            return False
+        except EngineRejected as error:
+            if "already open" not in error.message:
+                raise
+        self._client.end(deadline)
+        self._client.begin(deadline)
+        return True
+
+    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
+        """Announces a bucket and returns when the server has loaded it.
+
+        Args:
+            bucket: What is broadcast meanwhile.
+            group_name: The group it is broadcast in.
+            flush: Whether the server flushes its cache after loading.
+            deadline: Bound of the call.
+
+        Raises:
+            EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
+        """
+        body = update_request(bucket, group_name=group_name, flush=flush)
+        self._client.update(body, deadline)
+
+    def close(self, deadline: Deadline) -> None:
+        """Ends the update."""
+        if self._needed:
+            self._client.end(deadline)
+
+    def recover(self, deadline: Deadline) -> None:
+        """After a failure: leaves no session open, so that the server may continue."""
+        if not self._needed:
+            return
+        try:
+            self._client.end(deadline)
+        except EngineRejected as error:
+            if "no weight-update session" not in error.message:
+                raise

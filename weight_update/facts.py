@@ -1,0 +1,68 @@
+"""What an engine says of itself: plain data that engines make and the update procedure reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What an engine shows without being touched.
+
+    Attributes:
+        label: Its version label; None when it shows none.
+        ready: Whether it generates; False while it is paused, None when it does not say.
+        instance: Something that every start of the server makes anew; None when it shows none.
+    """
+
+    label: str | None = None
+    ready: bool | None = None
+    instance: str | None = None
+
+
+@dataclass(frozen=True)
+class NameCheck:
+    """Names of a push against those that an engine can load.
+
+    Attributes:
+        known: Whether the engine's names could be known at all.
+        unknown: Names that it would ignore.
+        lacking: Weights of its own that the push does not bring; they would stay old.
+    """
+
+    known: bool = False
+    unknown: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a weight a rank holds.
+
+    Attributes:
+        dim: The dimension that is divided; None when the rank holds all of it.
+        start: First index along it.
+        length: How many.
+    """
+
+    dim: int | None = None
+    start: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Digests of the weights that an engine holds, rank by rank.
+
+    Attributes:
+        ranks: For each rank, digest by the engine's own name of the weight.
+        parts: For each rank, by name, which part of the weight of that name in the checkpoint
+            was digested: the SHA-256 of its bytes in row order, in ``dtype``. None where the
+            digests compare with those of other engines only.
+        dtype: Torch name of the dtype that the engine keeps, such as ``float32``.
+    """
+
+    ranks: tuple[Mapping[str, str], ...]
+    parts: tuple[Mapping[str, Part], ...] | None = None
+    dtype: str | None = None

@@ -1,0 +1,309 @@
+"""Verification: before generation continues, an engine proves that it holds what was sent.
+
+Names are compared before the first pause; values after the flush: digests with those of the
+weights that were sent where an engine says what its digests are of, else with those of another
+engine of the same layout, and some weights by reading them back. Where there is nothing to
+compare with, the engine counts as unverified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from weight_update.errors import (
+    ConfigurationError,
+    EngineRejected,
+    WeightMismatchError,
+)
+from weight_update.facts import Digests, Part
+from weight_update.options import Verify
+from weight_update.report import Verification
+from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.waiting import Deadline
+from weight_update.weights.buckets import Plan
+from weight_update.weights.specs import Weight
+
+_SPREAD = 6
+_SHOWN = 3
+# What an engine may keep a sent value as; read back, it is one of these, exactly.
+_KEPT_AS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def weights_of(plan: Plan) -> dict[str, Weight]:
+    """All weights of a plan by name, in the order in which they are sent."""
+    return {weight.spec.name: weight for bucket in plan.buckets for weight in bucket.weights}
+
+
+def sample_of(names: Sequence[str]) -> list[str]:
+    """Names whose weights are read back: the first, the last, a bias, a norm, and some between.
+
+    Example:
+        >>> sample_of(["embed.weight", "layers.0.q_proj.bias", "norm.weight", "lm_head.weight"])
+        ['embed.weight', 'layers.0.q_proj.bias', 'norm.weight', 'lm_head.weight']
+    """
+    readable = [name for name in names if "rotary_emb." not in name]
+    step = max(1, len(readable) // _SPREAD)
+    kinds = (".bias", "norm.weight", "embed_tokens.weight")
+    first = (next((name for name in readable if name.endswith(kind)), None) for kind in kinds)
+    chosen = {*readable[::step], *readable[-1:], *(name for name in first if name)}
+    return [name for name in readable if name in chosen]
+
+
+# -- before the pause -------------------------------------------------------------------
+
+
+def check_names(member: Member, plan: Plan, *, whole: bool, deadline: Deadline) -> None:
+    """Raises if the engine would ignore a name, or keep a weight that a whole push must bring.
+
+    Raises:
+        WeightMismatchError: With the names.
+    """
+    names = list(plan.names)
+    if frozenset(names) == member.names:
+        return
+    check = member.engine.check_names(names, deadline)
+    unknown = check.unknown if check.known else _not_readable(member, names, deadline)
+    lacking = check.lacking if check.known and whole else ()
+    if unknown or lacking:
+        raise WeightMismatchError(
+            "; ".join(_name_trouble(unknown, lacking)),
+            engine=member.url,
+            phase="plan",
+            remedy="push the model that the engine serves, with the names of its checkpoint (of "
+            "a wrapper, the inner model); verify='off' skips this check",
+        )
+    member.names = frozenset(names)
+
+
+def learn(member: Member, deadline: Deadline) -> None:
+    """Finds out, once a start of the engine, whether it makes digests and what they are of."""
+    if not member.asked:
+        digests = member.engine.digests(deadline)
+        member.digests = digests is not None
+        member.describes = digests is not None and digests.parts is not None
+        member.asked = True
+
+
+def _name_trouble(unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[str]:
+    if unknown:
+        yield f"it does not know {len(unknown)} of the weights and would ignore {_some(unknown)}"
+    if lacking:
+        yield f"{len(lacking)} of its own weights would stay old: {_some(lacking)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > _SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+
+
+def _not_readable(member: Member, names: Sequence[str], deadline: Deadline) -> list[str]:
+    """Names that the engine cannot read back although it can others; none tells nothing."""
+    sample = sample_of(names)
+    unread = [name for name in sample if member.engine.first_values(name, deadline) is None]
+    return unread if len(unread) < len(sample) else []
+
+
+def demand(fleet: Fleet, plan: Plan, verify: Verify, deadline: Deadline) -> None:
+    """Raises if the engines cannot give the proof that was asked for.
+
+    Raises:
+        ConfigurationError: The text says which engine, and what would do.
+    """
+    if verify not in ("checksum", "sample"):
+        return
+    for member in fleet.members:
+        able = (
+            _can_digest(member, fleet)
+            if verify == "checksum"
+            else _can_sample(member, plan, deadline)
+        )
+        if not able:
+            raise ConfigurationError(
+                f"verify={verify!r} is asked for, and it has nothing to compare with",
+                engine=member.url,
+                phase="plan",
+                remedy="digests need a second engine of equal layout, samples a model that "
+                "returns its weights by name; verify='auto' takes what there is",
+            )
+
+
+def _can_digest(member: Member, fleet: Fleet) -> bool:
+    return member.digests and (member.describes or bool(_twins(member, fleet)))
+
+
+def _can_sample(member: Member, plan: Plan, deadline: Deadline) -> bool:
+    first, *_ = sample_of(list(plan.names))
+    return member.engine.first_values(first, deadline) is not None
+
+
+def _twins(member: Member, fleet: Fleet) -> list[Member]:
+    layout = member.engine.layout
+    return [m for m in fleet.members if m is not member and layout and m.engine.layout == layout]
+
+
+# -- after the flush --------------------------------------------------------------------
+
+
+def verify_fleet(
+    fleet: Fleet, plan: Plan, verify: Verify, *, whole: bool, deadline: Deadline
+) -> None:
+    """Has every engine prove what it holds; ``attempt.verified`` says how it did.
+
+    Raises:
+        WeightMismatchError: Engines hold something else; the suspicion of each is noted.
+    """
+    weights = weights_of(plan)
+    digests: dict[str, Digests] = {}
+
+    def look(member: Member, attempt: Attempt) -> None:
+        wanted = _wanted(member, fleet, verify, whole=whole)
+        answer = _digests(member, verify, deadline) if wanted else None
+        if answer is not None:
+            digests[member.url] = answer
+        attempt.verified = _proof(member, answer, weights, verify, deadline)
+
+    fleet.each("verify", look, deadline)
+    odd = _odd_twins(fleet, digests)
+    if odd:
+        raise _mismatch(odd)
+
+
+def prove(member: Member, plan: Plan, verify: Verify, deadline: Deadline) -> None:
+    """Has one engine prove what it holds, after a failure in which its word is not enough.
+
+    Raises:
+        WeightMismatchError: It holds something else.
+    """
+    weights = weights_of(plan)
+    answer = _digests(member, "auto", deadline) if member.describes else None
+    member.attempt.verified = _proof(member, answer, weights, verify, deadline)
+
+
+def _proof(
+    member: Member,
+    digests: Digests | None,
+    weights: Mapping[str, Weight],
+    verify: Verify,
+    deadline: Deadline,
+) -> Verification:
+    """How one engine proves by itself what it holds."""
+    differing = _differing(digests, weights) if digests is not None else []
+    sampled = verify in ("auto", "sample") and not differing
+    sample = _sample(member, weights, deadline) if sampled else None
+    wrong = differing or (sample or [])
+    if wrong:
+        raise _mismatch({member: wrong})
+    if digests is not None and digests.parts is not None:
+        return "checksum"
+    return "unverified" if sample is None else "sample"
+
+
+def _wanted(member: Member, fleet: Fleet, verify: Verify, *, whole: bool) -> bool:
+    comparable = member.describes or (whole and bool(_twins(member, fleet)))
+    return verify in ("auto", "checksum") and member.digests and comparable
+
+
+def _digests(member: Member, verify: Verify, deadline: Deadline) -> Digests | None:
+    try:
+        return member.engine.digests(deadline)
+    except EngineRejected:
+        if verify == "checksum":
+            raise
+        return None
+
+
+def _sample(member: Member, weights: Mapping[str, Weight], deadline: Deadline) -> list[str] | None:
+    """Reads some weights back: those that differ, or None where none can be read."""
+    wrong = []
+    for name in sample_of(list(weights)):
+        values = member.engine.first_values(name, deadline)
+        if values is None:
+            return None
+        if not holds(weights[name].read(), values):
+            wrong.append(name)
+    return wrong
+
+
+def holds(sent: torch.Tensor, values: Sequence[float]) -> bool:
+    """Whether values that were read back are the start of a tensor's first row.
+
+    Example:
+        >>> holds(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), (1.0, 2.0))
+        True
+        >>> holds(torch.tensor([0.1]), (0.2,))
+        False
+    """
+    row = sent.reshape(-1) if sent.dim() < 2 else sent[0].reshape(-1)
+    row = row[: len(values)].cpu()
+    got = torch.tensor(values, dtype=torch.float32)
+    kept = (row.to(dtype).float() for dtype in _KEPT_AS)
+    return any(torch.equal(each, got) for each in kept)
+
+
+def _differing(digests: Digests, weights: Mapping[str, Weight]) -> list[str]:
+    """Weights whose digests are not those of what was sent."""
+    wrong = {
+        name
+        for held, parts in zip(digests.ranks, digests.parts or (), strict=False)
+        for name, part in parts.items()
+        if name in weights and held.get(name) != digest_of(weights[name], part, digests.dtype)
+    }
+    return sorted(wrong)
+
+
+def digest_of(weight: Weight, part: Part, dtype: str | None) -> str:
+    """SHA-256 of the bytes of a rank's part of a weight, in the dtype that the engine keeps."""
+    value = weight.read()
+    if part.dim is not None:
+        value = value.narrow(part.dim, part.start, part.length)
+    if dtype is not None and value.is_floating_point():
+        value = value.to(getattr(torch, dtype))
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+def _odd_twins(fleet: Fleet, digests: Mapping[str, Digests]) -> dict[Member, list[str]]:
+    """Where digests do not say what they are of, engines of one layout must agree."""
+    mute = [m for m in fleet.members if m.url in digests and digests[m.url].parts is None]
+    odd: dict[Member, list[str]] = {}
+    for layout in {m.engine.layout for m in mute} - {None}:
+        twins = [m for m in mute if m.engine.layout == layout]
+        if len(twins) > 1:
+            odd |= _odd_among(twins, digests)
+    return odd
+
+
+def _odd_among(twins: Sequence[Member], digests: Mapping[str, Digests]) -> dict[Member, list[str]]:
+    """Those that differ from the majority; without one, all of them."""
+    held = {m.url: tuple(tuple(sorted(r.items())) for r in digests[m.url].ranks) for m in twins}
+    (most, count), *_ = Counter(held.values()).most_common(1)
+    trusted = most if 2 * count > len(twins) else None
+    odd = [m for m in twins if held[m.url] != trusted]
+    for member in twins if not odd else ():
+        member.attempt.verified = "checksum"
+    if not odd:
+        return {}
+    other = trusted or held[odd[-1].url]
+    one = held[odd[0].url]
+    names = sorted({n for a, b in zip(one, other, strict=False) for n, _ in set(a) ^ set(b)})
+    return dict.fromkeys(odd, names)
+
+
+def _mismatch(odd: Mapping[Member, Sequence[str]]) -> WeightMismatchError:
+    """Notes which engines hold something else than was sent, and says so."""
+    for member, names in odd.items():
+        member.attempt.suspicion = (
+            f"it does not hold what was sent: {len(names)} weight(s) differ, {_some(names)}"
+        )
+    first = next(iter(odd))
+    return WeightMismatchError(
+        first.attempt.suspicion,
+        engine=first.url,
+        engines=[member.url for member in odd],
+        phase="verify",
+        remedy="look at the engine's log for weights that it could not load",
+    )
