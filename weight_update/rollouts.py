@@ -174,7 +174,8 @@ def retry_aborted(
         >>> def generate(request):
         ...     made = {"output_ids": [len(request["input_ids"])]}
         ...     return {**made, "meta_info": {"finish_reason": {"type": next(reasons)}}}
-        >>> request = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+        >>> sampling = {"max_new_tokens": 2, "ignore_eos": True}
+        >>> request = {"input_ids": [5], "sampling_params": sampling}
         >>> retry_aborted(generate, request, keep=True)["output_ids"]
         [1, 2]
     """

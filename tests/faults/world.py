@@ -367,7 +367,7 @@ class ModelEngine:
     def leave(self, group_name: str, deadline: Deadline) -> None:
         self._request("leave", deadline, lambda: self.groups_joined.discard(group_name))
 
-    def pause(self, mode: str, deadline: Deadline) -> None:
+    def pause(self, mode: str, deadline: Deadline, *, again: bool) -> None:
         self._request("pause", deadline, lambda: self._set_paused(True))
 
     def resume(self, deadline: Deadline) -> None:

@@ -97,7 +97,7 @@ class FakeEngine:
     def leave(self, group_name: str, deadline: Deadline) -> None:
         self._enter("leave")
 
-    def pause(self, mode: str, deadline: Deadline) -> None:
+    def pause(self, mode: str, deadline: Deadline, *, again: bool) -> None:
         self.paused = True  # a pause whose answer is lost may have taken effect
         self._enter("pause")
 

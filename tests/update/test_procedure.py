@@ -478,6 +478,7 @@ def test_a_restart_is_noted_although_another_engine_fails_in_the_same_look() -> 
 def test_an_engine_that_dies_in_the_join_is_reported_as_lost() -> None:
     home = house(2)
     home.engines[1].fail("join", "reset")
+    home.engines[1].fail("observe", "reset", after=1)
     home.engines[1].fail("label", "reset")
 
     assert states(failure_of(home)) == [EngineState.OLD, EngineState.UNREACHABLE]

@@ -174,8 +174,17 @@ class SGLangEngine:
         """Has the server drop a group; one that it does not know is no error."""
         self._client.destroy_group(group_name, deadline)
 
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Pauses generation; requests in flight are aborted, retracted or frozen."""
+    def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:
+        """Pauses generation; requests in flight are aborted, retracted or frozen.
+
+        Args:
+            mode: What becomes of requests in flight.
+            deadline: Bound of the call.
+            again: It may be paused already. Frozen requests never end when they are aborted,
+                and the server would wait for them for ever: they are retracted first.
+        """
+        if again and mode == "abort":
+            self._client.pause("retract", deadline)
         self._client.pause(mode, deadline)
 
     def drain(self, mode: PauseMode, deadline: Deadline) -> None:

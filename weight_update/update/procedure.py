@@ -194,9 +194,11 @@ class Procedure:
             self.fleet.each(phase, lambda m, a: call(m, a, deadline), deadline)
 
     def _pause(self) -> None:
+        again = {m.url: m.maybe_paused or m.found_paused for m in self.fleet.members}
         for member in self.fleet.members:
             member.maybe_paused = True  # before any call leaves: a lost answer may have paused
-        self._each("pause", lambda m, _, d: m.engine.pause(self.rules.pause_mode, d))
+        mode = self.rules.pause_mode
+        self._each("pause", lambda m, _, d: m.engine.pause(mode, d, again=again[m.url]))
 
     def _begin(self) -> None:
         ours = {member.url for member in self.fleet.members if member.maybe_open}

@@ -89,8 +89,8 @@ class Engine(Protocol):
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Drops a group."""
 
-    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Pauses generation."""
+    def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:
+        """Pauses generation; ``again`` when it may be paused already, in whatever mode."""
 
     def drain(self, mode: PauseMode, deadline: Deadline) -> None:
         """Waits for running requests, where that is meaningful."""

@@ -220,7 +220,8 @@ def _hold_anew(member: Member, failure: _Failure, anew: Sighting) -> Settled:
     paused = False
     if failure.rules.on_failure == "hold":
         try:
-            member.engine.pause(failure.rules.pause_mode, failure.grace.at_most(_RESUME_SECONDS))
+            deadline = failure.grace.at_most(_RESUME_SECONDS)
+            member.engine.pause(failure.rules.pause_mode, deadline, again=False)
             paused = True
         except WeightUpdateError as error:
             _log.debug("%s could not be held: %s", member.url, error)
