@@ -20,6 +20,12 @@ if TYPE_CHECKING:
         WeightUpdateError,
     )
     from weight_update.report import EngineOutcome, EngineState, UpdateReport
+    from weight_update.rollouts import (
+        is_aborted,
+        retry_aborted,
+        salted,
+        versions_of,
+    )
     from weight_update.schemes.scheme import SGLangWeightSyncScheme
     from weight_update.schemes.sender import SGLangWeightSender
     from weight_update.schemes.transport import SGLangCollectiveTransport
@@ -40,6 +46,10 @@ _HOMES = {
     "EngineOutcome": "report",
     "EngineState": "report",
     "UpdateReport": "report",
+    "is_aborted": "rollouts",
+    "retry_aborted": "rollouts",
+    "salted": "rollouts",
+    "versions_of": "rollouts",
     "SGLangWeightSyncScheme": "schemes.scheme",
     "SGLangWeightSender": "schemes.sender",
     "SGLangCollectiveTransport": "schemes.transport",
@@ -62,6 +72,10 @@ __all__ = [
     "WeightUpdateError",
     "get_model_metadata",
     "get_sglang_model_metadata",
+    "is_aborted",
+    "retry_aborted",
+    "salted",
+    "versions_of",
 ]
 
 

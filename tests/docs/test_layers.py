@@ -10,10 +10,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "weight_update"
 
-BASE = {"errors", "options", "report", "waiting"}
+BASE = {"errors", "facts", "options", "report", "waiting"}
 PUBLIC = {"__init__", "errors", "options", "report", "rollouts"}
 MAY_IMPORT = {
     "errors": BASE,
+    "facts": BASE,
     "options": BASE,
     "report": BASE,
     "waiting": BASE,

@@ -137,7 +137,9 @@ def _of_an_engine(engine: ModelEngine, outcome: EngineOutcome, result: Result) -
 def _of_its_weights(engine: ModelEngine, outcome: EngineOutcome, result: Result) -> Iterator[str]:
     if "apply" in engine.lied and outcome.verified == "unverified":
         return  # nothing could tell
-    if outcome.state is OLD and not engine.holds(result.before):
+    # A restart before anything was sent is told by the label, which is no longer the old one.
+    told = _restarted(engine, result) and outcome.version != result.labels[engine.url]
+    if outcome.state is OLD and not engine.holds(result.before) and not told:
         yield f"reported old, holds {engine.fingerprint}"
     if outcome.state is NEW and not engine.holds(result.after):
         yield f"reported new, holds {engine.fingerprint}"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from weight_update import EngineRejected, EngineState, UpdateTimeout, WeightUpdateError
+from weight_update.options import UpdateOptions
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.schemes.transport import SGLangCollectiveTransport
 
@@ -111,31 +112,76 @@ def test_a_refusal_ends_the_attempt_within_two_seconds_and_the_next_group_works(
     transport.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["hang", "stop", "die"])
+NEVER_RECEIVES = [
+    Fault(UPDATE, "hang", times=1),
+    Fault(UPDATE, "stop", times=1),
+    Fault(UPDATE, "die", times=1),
+    Fault(UPDATE, "lie", times=1),
+    Fault(UPDATE, "hang", when="after_receive", tensors=1, times=1),
+    Fault(UPDATE, "stop", when="after_receive", tensors=1, times=1),
+    Fault(UPDATE, "die", when="after_receive", tensors=1, times=1),
+]
+
+
+@pytest.mark.parametrize("fault", NEVER_RECEIVES, ids=lambda f: f"{f.kind}-{f.when}")
 def test_a_peer_that_never_receives_costs_no_more_than_the_deadline(
-    engine: ReferenceEngine, models: tuple[Any, Any], kind: Any
+    engine: ReferenceEngine, models: tuple[Any, Any], fault: Fault
 ) -> None:
-    transport = SGLangCollectiveTransport(engine.url, timeout=8)
+    options = UpdateOptions(timeout=8, load_format="tensors")
+    transport = SGLangCollectiveTransport(engine.url, options=options)
     transport.update(lambda: models[0])
-    engine.inject(Fault(UPDATE, kind, times=1))
+    engine.inject(fault)
     start = time.monotonic()
 
     with pytest.raises(WeightUpdateError) as failure:
         transport.update(lambda: models[1])
 
     elapsed = time.monotonic() - start
-    print(f"{kind}: {elapsed:.2f} s: {failure.value}")
+    print(f"{fault.kind} {fault.when}: {elapsed:.2f} s: {failure.value}")
     assert elapsed < 10.5
-    assert isinstance(failure.value, UpdateTimeout) or kind == "die"
+    assert isinstance(failure.value, UpdateTimeout) or fault.kind in ("die", "lie")
     assert failure.value.report is not None
     state = failure.value.report.engines[engine.url].state
     assert state in (EngineState.MIXED, EngineState.UNREACHABLE)
+    engine.restart()
+    assert transport.update(lambda: models[1]).version >= 1
+    assert generated(engine) == greedy(models[1], 7)
+    transport.shutdown()
+
+
+def test_a_peer_that_never_joins_costs_no_more_than_the_deadline(
+    engine: ReferenceEngine, models: tuple[Any, Any]
+) -> None:
+    transport = SGLangCollectiveTransport(engine.url, timeout=8)
+    engine.inject(Fault("/init_weights_update_group", "hang", times=1))
+    start = time.monotonic()
+
+    with pytest.raises(UpdateTimeout):
+        transport.update(lambda: models[1])
+
+    assert time.monotonic() - start < 10.5
+    transport.update(lambda: models[1])
+    assert generated(engine) == greedy(models[1], 7)
+    transport.shutdown()
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", "tensors"])
+def test_digests_prove_what_arrived(
+    engine: ReferenceEngine, models: tuple[Any, Any], load_format: Any
+) -> None:
+    options = UpdateOptions(timeout=60, verify="checksum", load_format=load_format)
+    transport = SGLangCollectiveTransport(engine.url, options=options)
+
+    report = transport.update(lambda: models[1])
+
+    assert report.verification == "checksum"
     transport.shutdown()
 
 
 def test_a_large_model_moves_at_a_good_part_of_the_link(engine: ReferenceEngine) -> None:
     weights = {f"layers.{i}.weight": torch.randn(4096, 4096, device="cuda:0") for i in range(64)}
-    transport = SGLangCollectiveTransport(engine.url, timeout=60)
+    options = UpdateOptions(timeout=60, verify="off")  # no engine knows these weights
+    transport = SGLangCollectiveTransport(engine.url, options=options)
 
     reports = [transport.update(lambda: weights) for _ in range(5)]
 

@@ -158,7 +158,7 @@ def answered(call: Callable[[], Any]) -> Any:
     return caught
 
 
-quick = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 # ---- the client: one method an endpoint
 
@@ -415,7 +415,7 @@ WIRE = st.binary(max_size=60) | st.builds(
 )
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(answer=WIRE)
 @example(answer=HEAD + b"Content-Encoding: gzip\r\n\r\nnot gzip")
 @example(answer=HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")

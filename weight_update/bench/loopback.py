@@ -191,7 +191,7 @@ class _UpdateJob:
 
     def _sender(self) -> SGLangWeightSender:
         urls = [engine.url for engine in self.engines]
-        scheme = SGLangWeightSyncScheme(urls, bucket_bytes=self.jobs.bucket_bytes)
+        scheme = SGLangWeightSyncScheme(urls, bucket_bytes=self.jobs.bucket_bytes, verify="off")
         sender = scheme.create_sender()
         sender.register_model(self.model)
         return sender

@@ -217,14 +217,18 @@ def _started_anew(member: Member, grace: Deadline) -> Sighting | None:
 
 def _hold_anew(member: Member, failure: _Failure, anew: Sighting) -> Settled:
     """A server that restarted serves the weights it started with: it waits for a full push."""
-    paused = False
-    if failure.rules.on_failure == "hold":
-        try:
-            deadline = failure.grace.at_most(_RESUME_SECONDS)
-            member.engine.pause(failure.rules.pause_mode, deadline, again=False)
-            paused = True
-        except WeightUpdateError as error:
-            _log.debug("%s could not be held: %s", member.url, error)
+    engine, hold = member.engine, failure.rules.on_failure == "hold"
+    deadline = failure.grace.at_most(_RESUME_SECONDS)
+    paused = hold or anew.ready is False
+    try:
+        if hold:
+            engine.pause(failure.rules.pause_mode, deadline, again=anew.ready is False)
+        else:
+            engine.resume(deadline)
+            paused = False
+    except WeightUpdateError as error:
+        _log.debug("%s was not held or let go: %s", member.url, error)
+        paused = anew.ready is not True
     return Settled(EngineState.MIXED, RESTARTED, paused, open=False, detail=RESTARTED, anew=anew)
 
 
