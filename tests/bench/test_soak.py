@@ -24,7 +24,7 @@ from weight_update.bench.soak_vitals import ENOUGH_SAMPLES, Vitals, trends, vita
 URL = "http://a:1"
 
 # A busy machine may overrun a deadline; how far is told by the long run, not by a test.
-SHORT = SoakJob(updates=30, seed=7, timeout=20.0, overrun=60.0, sample_every=2)
+SHORT = SoakJob(updates=30, seed=69, overrun=60.0, sample_every=2)
 
 
 # -- the run ---------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def wrong_answers(judge: Judge) -> dict[str, Answer]:
     ids = judge.greedy(1, 0, TOKENS)
     torn = [*ids[:-1], (ids[-1] + 1) % 64]
     return {
-        "was not made by": answer(judge, spans=[("2", 0, TOKENS)]),
+        "not of the versions it names": answer(judge, spans=[("2", 0, TOKENS)]),
         "names: Answer": answer(judge, output=torn),
         "never served": answer(judge, spans=[("3", 0, TOKENS)]),
         "of 24 tokens": answer(judge, output=ids[:-1]),
@@ -114,7 +114,7 @@ def wrong_answers(judge: Judge) -> dict[str, Answer]:
 @pytest.mark.parametrize(
     "words",
     [
-        "was not made by",
+        "not of the versions it names",
         "names: Answer",
         "never served",
         "of 24 tokens",

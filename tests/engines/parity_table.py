@@ -1187,5 +1187,8 @@ OLDER: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
             "generation: prompts that do not fit": (5,),
             "generation: sampling parameters out of range": (6,),
         },
+        "`extra_key` keeps prefixes apart; SGLang's scheduler drops it, and they are shared.": {
+            "generation: prefixes under an extra key": (2,)
+        },
     },
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -270,26 +271,39 @@ def test_a_server_that_a_dead_trainer_left_paused_is_resumed_by_the_next_update(
     assert at_a.server.is_ready()
 
 
-@pytest.mark.usefixtures("put_right")
-def test_a_mapping_is_refused_by_a_half_updated_server_and_another_senders_whole_push_heals_it(
-    at_a: Served,
-) -> None:
+@pytest.fixture
+def half_updated(at_a: Served, put_right: None) -> Served:
     """The trainer died in mid transfer: two buckets are loaded and its session is open."""
     assert dead_trainer.run(dead_trainer.in_transfer, at_a.server.url) == -9
     wait_until(lambda: not at_a.server.is_ready())
     assert "already open" in post(at_a, "begin_weight_update").text
+    return at_a
 
-    for _ in range(2):  # the second finds no open session any more, and must not serve either
-        with sender_of(at_a) as sender:
-            with pytest.raises(ConfigurationError) as caught:
-                sender.update_weights({NORM: torch.ones(64)})
-            assert sender.engines[at_a.server.url].paused
+
+def test_a_half_updated_server_refuses_a_mapping_and_is_healed_by_another_senders_whole_push(
+    half_updated: Served,
+) -> None:
+    server = half_updated.server
+    with sender_of(half_updated) as sender:
+        with pytest.raises(ConfigurationError) as caught:
+            sender.update_weights({NORM: torch.ones(64)})
         assert caught.value.report is not None
-        assert caught.value.report.engines[at_a.server.url].state is not EngineState.NEW
-        assert not at_a.server.is_ready()
-    with sender_of(at_a) as another:
-        heals(another, at_a)
-    assert post(at_a, "end_weight_update").status_code == 400  # no session is open
+        outcome = caught.value.report.engines[server.url]
+    assert (outcome.state, outcome.paused) == (EngineState.MIXED, True)
+    assert not server.is_ready()
+    with sender_of(half_updated) as another:
+        heals(another, half_updated)
+    assert post(half_updated, "end_weight_update").status_code == 400  # no session is open
+
+
+def test_a_half_updated_server_is_not_resumed_by_a_second_senders_mapping_either(
+    half_updated: Served,
+) -> None:
+    """The first one's refusal closed the session, which told of the dead trainer."""
+    for _ in range(2):
+        with sender_of(half_updated) as sender, suppress(WeightUpdateError):
+            sender.update_weights({NORM: torch.ones(64)})
+    assert not half_updated.server.is_ready()
 
 
 # ---- a prefix that requests share

@@ -10,6 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 PACKAGE = "weight_update.update."
+# It hands work to a thread that outlives the call, so it has to be one.
+KEPT = f"{PACKAGE}background"
 
 
 def spawn_at_once(call: Callable[..., Any], *args: object) -> Future[Any]:
@@ -25,7 +27,8 @@ def spawn_at_once(call: Callable[..., Any], *args: object) -> Future[Any]:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Every call of the update procedure runs at once, in the thread that makes it."""
-    names = [n for n, m in sys.modules.items() if n.startswith(PACKAGE) and hasattr(m, "spawn")]
+    modules = {n: m for n, m in sys.modules.items() if n.startswith(PACKAGE) and n != KEPT}
+    names = [name for name, module in modules.items() if hasattr(module, "spawn")]
     assert names, "the update procedure spawns nothing any more"
     patches = [patch(f"{name}.spawn", spawn_at_once) for name in names]
     for each in patches:

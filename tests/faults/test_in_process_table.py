@@ -145,7 +145,7 @@ class Trial:
         self.engine.arm(Strike(call, self.cell.kind, after))
         if self.also is not None:
             self.also[0].arm(self.also[1])
-        result = truth.push(self.world, OLD_TAG, NEW_TAG)
+        result = truth.push(self.world, NEW_TAG)
         self.struck = self.engine.struck > 0
         found = [*truth.troubles(result), *([] if self.also else self._expected(result))]
         found += self._heal()
@@ -180,9 +180,9 @@ class Trial:
         resumes = self.cell.on_failure == "resume" or self.cell.kind == "lie"
         for engine in self.world.fleet:
             engine.bring_back()
-            if not (resumes or "pause" in engine.lied or truth.unharmed(engine)):
+            if not (resumes or "pause" in engine.lied or truth.unharmed(self.world, engine)):
                 yield f"{engine.url}: once it is awake it generates with {engine.fingerprint}"
-        yield from truth.not_healed(truth.push(self.world, NEW_TAG, NEXT_TAG))
+        yield from truth.not_healed(truth.push(self.world, NEXT_TAG))
 
 
 def check(cells: Iterable[Combination], count: Callable[[str, object], None], **how: Any) -> None:
@@ -233,7 +233,7 @@ def test_a_lie_about_a_bucket_is_caught_where_there_is_something_to_compare_with
             trial = Trial(cell)
             trial.world.push(OLD_TAG)
             trial.engine.arm(Strike(*_lie_at(phase)))
-            result = truth.push(trial.world, OLD_TAG, NEW_TAG)
+            result = truth.push(trial.world, NEW_TAG)
         assert result.report is not None
         assert result.report.engines[trial.engine.url].state is MIXED, cell
         others = [o.state for u, o in result.report.engines.items() if u != trial.engine.url]

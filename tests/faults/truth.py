@@ -5,7 +5,7 @@ Each check yields sentences; an empty list means that the library neither hung n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 
 from weight_update.errors import WeightUpdateError
 from weight_update.report import EngineOutcome, EngineState, UpdateReport
+from weight_update.update.updater import Updater
 
-from .world import ModelEngine, World, value_of
+from .world import NAMES, ModelEngine, World, value_of
 
 OLD, NEW, MIXED = EngineState.OLD, EngineState.NEW, EngineState.MIXED
 UNREACHABLE = EngineState.UNREACHABLE
@@ -27,8 +28,9 @@ class Result:
 
     Attributes:
         world: Where it happened.
-        before: The version whose weights the engines held.
-        after: The version that was pushed.
+        updater: Who pushed.
+        before: What the engines held, by name.
+        pushed: What was pushed.
         version: The updater's version before.
         labels: The engines' labels before.
         instances: Which starts of the engines there were before.
@@ -38,8 +40,9 @@ class Result:
     """
 
     world: World
-    before: float
-    after: float
+    updater: Updater
+    before: dict[str, dict[str, float]]
+    pushed: dict[str, float]
     version: int
     labels: dict[str, str]
     instances: dict[str, str]
@@ -50,24 +53,37 @@ class Result:
 
     @property
     def mode(self) -> str:
-        return str(self.world.updater.options.effective_pause_mode())
+        return str(self.updater.options.effective_pause_mode())
+
+    @property
+    def fleet(self) -> list[ModelEngine]:
+        return [self.world.engines[url] for url in self.updater.roster.urls]
 
 
-def push(world: World, before: float, after: float, **arguments: Any) -> Result:
+def push(
+    world: World,
+    tag: float,
+    names: Sequence[str] = NAMES,
+    *,
+    whole: bool = True,
+    updater: Updater | None = None,
+) -> Result:
     """Pushes and notes what happened."""
     engines = world.engines.items()
+    updater = updater or world.updater
     result = Result(
         world,
-        before,
-        after,
-        world.updater.version,
+        updater,
+        {url: dict(engine.weights) for url, engine in engines},
+        dict.fromkeys(names, tag),
+        updater.version,
         {url: engine.label_shown for url, engine in engines},
         {url: engine.instance for url, engine in engines},
         len(world.counted),
     )
     start = world.time.now
     try:
-        result.report = world.push(after, **arguments)
+        result.report = world.push(tag, names, whole=whole, updater=updater)
     except BaseException as error:  # noqa: BLE001 - judged below
         result.error = error
         result.report = getattr(error, "report", None)
@@ -84,12 +100,12 @@ def troubles(result: Result) -> Iterator[str]:
     if report is None:
         yield f"no report: {error!r}"
         return
-    limit = result.world.updater.options.timeout + GRACE
+    limit = result.updater.options.timeout + GRACE
     if result.seconds > limit + 1e-6:
         yield f"took {result.seconds:.1f} s, at most {limit:.1f} s allowed"
     yield from _of_the_version(result, report)
     yield from _of_the_trainer()
-    for engine in result.world.fleet:
+    for engine in result.fleet:
         outcome = report.engines.get(engine.url)
         if outcome is None:
             yield f"{engine.url} is not in the report"
@@ -98,7 +114,7 @@ def troubles(result: Result) -> Iterator[str]:
 
 
 def _of_the_version(result: Result, report: UpdateReport) -> Iterator[str]:
-    updater, counted = result.world.updater, len(result.world.counted) - result.counted
+    updater, counted = result.updater, len(result.world.counted) - result.counted
     if report.version != updater.version:
         yield f"report.version={report.version}, but the sender's is {updater.version}"
     moved = updater.version != result.version
@@ -129,7 +145,7 @@ def _of_an_engine(engine: ModelEngine, outcome: EngineOutcome, result: Result) -
     if outcome.version not in (None, engine.label_shown) and "stamp" not in engine.lied:
         yield f"reported under label {outcome.version}, shows {engine.label_shown}"
     if result.error is None and not _left_out(engine, result) and "stamp" not in engine.lied:
-        wanted = str(result.world.updater.version)
+        wanted = str(result.updater.version)
         if outcome.state is not NEW or engine.label_shown != wanted:
             yield f"{outcome.state} under {engine.label_shown} after a success, not new ({wanted})"
 
@@ -139,9 +155,9 @@ def _of_its_weights(engine: ModelEngine, outcome: EngineOutcome, result: Result)
         return  # nothing could tell
     # A restart before anything was sent is told by the label, which is no longer the old one.
     told = _restarted(engine, result) and outcome.version != result.labels[engine.url]
-    if outcome.state is OLD and not engine.holds(result.before) and not told:
+    if outcome.state is OLD and engine.weights != result.before[engine.url] and not told:
         yield f"reported old, holds {engine.fingerprint}"
-    if outcome.state is NEW and not engine.holds(result.after):
+    if outcome.state is NEW and engine.weights != result.before[engine.url] | result.pushed:
         yield f"reported new, holds {engine.fingerprint}"
     excused = result.mode == "in_place" or "flush" in engine.lied or "pause" in engine.lied
     if outcome.state is NEW and engine.stale and not excused:
@@ -151,7 +167,7 @@ def _of_its_weights(engine: ModelEngine, outcome: EngineOutcome, result: Result)
 def _of_its_pause(engine: ModelEngine, outcome: EngineOutcome, result: Result) -> Iterator[str]:
     if engine.paused and not outcome.paused and "resume" not in engine.lied:
         yield f"reported {outcome.state} and not paused, but it is"
-    resumes = result.world.updater.options.on_failure == "resume"
+    resumes = result.updater.options.on_failure == "resume"
     if outcome.state is MIXED and not resumes:
         held = engine.paused or "pause" in engine.lied or _restarted(engine, result)
         if not held:
@@ -163,14 +179,14 @@ def _of_its_pause(engine: ModelEngine, outcome: EngineOutcome, result: Result) -
     if outcome.state in (OLD, NEW) and (engine.paused or outcome.paused):
         if "resume" not in engine.lied:
             yield f"{outcome.state}, and not resumed"
-    if engine.generates and engine.mixed and not resumes and "pause" not in engine.lied:
+    if not (resumes or "pause" in engine.lied or unharmed(result.world, engine)):
         if not ("apply" in engine.lied and outcome.verified == "unverified"):
             yield f"generates with {engine.fingerprint}"
 
 
 def _left_out(engine: ModelEngine, result: Result) -> bool:
     """Whether a quorum went on without it."""
-    roster = result.world.updater.roster
+    roster = result.updater.roster
     return any(member.left_out for member in roster.members if member.url == engine.url)
 
 
@@ -184,11 +200,11 @@ def not_healed(result: Result) -> Iterator[str]:
         yield f"the next update failed: {result.error}"
         return
     yield from troubles(result)
-    label = str(result.world.updater.version)
-    for engine in result.world.fleet:
+    label = str(result.updater.version)
+    for engine in result.fleet:
         outcome = result.report.engines[engine.url] if result.report else None
         fine = {
-            "holds what was pushed": engine.holds(result.after),
+            "holds what was pushed": set(result.pushed.items()) <= set(engine.weights.items()),
             "generates": engine.generates,
             "shows the version": engine.label_shown == label,
             "has no session open": not engine.session_open,
@@ -199,6 +215,6 @@ def not_healed(result: Result) -> Iterator[str]:
         yield from (f"healed, but not so: {engine.url} {what}" for what, so in fine.items() if not so)
 
 
-def unharmed(engine: ModelEngine) -> bool:
-    """Whether weights of several versions are nowhere to be served from."""
-    return not (engine.generates and engine.mixed)
+def unharmed(world: World, engine: ModelEngine) -> bool:
+    """Whether weights that no update brought as a whole are nowhere to be served from."""
+    return world.sane(engine) or not engine.generates

@@ -165,18 +165,9 @@ class ModelEngine:
         return self.answers and not self.paused
 
     @property
-    def mixed(self) -> bool:
-        """Whether its weights are of several versions."""
-        return len(set(self.fingerprint)) > 1
-
-    @property
     def stale(self) -> bool:
         """Whether a prefix that other weights computed could be served."""
         return bool(self.cached - {self.fingerprint})
-
-    def holds(self, tag: float) -> bool:
-        """Whether every weight is of one version."""
-        return set(self.fingerprint) == {tag}
 
     def serve(self) -> None:
         """Handles some traffic, which fills the cache."""
@@ -543,6 +534,7 @@ class World:
         self.groups: dict[str, WorldGroup] = {}
         self.engines: dict[str, ModelEngine] = {}
         self.counted: list[int] = []
+        self.wholes = {(BASE,) * len(NAMES)}
         self.updater = self.make_updater([self.make_engine().url for _ in range(self.size)])
 
     def make_engine(self) -> ModelEngine:
@@ -573,13 +565,33 @@ class World:
         """The engines of the updater's fleet, in its order."""
         return [self.engines[url] for url in self.updater.roster.urls]
 
-    def push(self, tag: float, names: Sequence[str] = NAMES, *, whole: bool = True) -> UpdateReport:
+    def push(
+        self,
+        tag: float,
+        names: Sequence[str] = NAMES,
+        *,
+        whole: bool = True,
+        updater: Updater | None = None,
+    ) -> UpdateReport:
         """Brings the weights of one version, or some of them."""
 
         def count(version: int) -> list[str]:
             self.counted.append(version)
             return []
 
+        self._note_wholes(tag, names)
         tensors = {name: value_of(tag) for name in names}
         weights = extract_weights(tensors)
-        return self.updater.update(Push(lambda: weights, count, whole=whole))
+        push = Push(lambda: weights, count, whole=whole)
+        return (updater or self.updater).update(push)
+
+    def _note_wholes(self, tag: float, names: Sequence[str]) -> None:
+        """What an engine may hold once the push is through: what it held, and all of the push."""
+        held = [dict(zip(NAMES, each, strict=True)) for each in self.wholes]
+        for weights in [*held, *(dict(e.weights) for e in self.engines.values() if self.sane(e))]:
+            new = {**weights, **dict.fromkeys(names, tag)}
+            self.wholes.add(tuple(new[name] for name in NAMES))
+
+    def sane(self, engine: ModelEngine) -> bool:
+        """Whether its weights are what some update, or none, brought as a whole."""
+        return engine.fingerprint in self.wholes

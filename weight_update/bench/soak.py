@@ -20,6 +20,7 @@ from typing import Any, get_args
 import torch
 
 from weight_update import (
+    EngineState,
     SGLangWeightSender,
     SGLangWeightSyncScheme,
     UpdateReport,
@@ -246,6 +247,10 @@ def _environment() -> Iterator[None]:
             os.environ[PAUSE_MODE_VARIABLE] = before
 
 
+def _left_out(report: UpdateReport | None) -> bool:
+    return report is None or any(o.state is not EngineState.NEW for o in report.engines.values())
+
+
 def _traffic(job: SoakJob, engines: Sequence[ReferenceEngine]) -> Traffic:
     return Traffic(TrafficJob([e.url for e in engines], job.clients, PROMPTS, job.seed))
 
@@ -265,6 +270,7 @@ class _Soak:
         self._seed = BASE
         self._mode = "retract"
         self._seen: dict[str, Seen] = {}
+        self._failed = self._failed_before = False
         self.result = SoakResult(job)
 
     def run(self) -> None:
@@ -333,6 +339,7 @@ class _Soak:
         version, weights = sender.version, digests_of(self._policy)
         start = time.monotonic()
         report, error = self._call(sender)
+        self._failed_before, self._failed = self._failed, error is not None or _left_out(report)
         elapsed = time.monotonic() - start
         self.result.slowest = max(self.result.slowest, elapsed)
         where = f"({trouble.name if trouble else 'undisturbed'}, {self._mode}) "
@@ -389,7 +396,7 @@ class _Soak:
         self._look(report)
         if report is None:
             return
-        words = f" [{error}]" if error else ""
+        words = f" [{error or '; '.join(report.warnings)}]"
         for text in lies_in(report, self._seen, before, self._seed):
             yield text + words
         yield from proofs(self._witness, self._engines, self._seen)
@@ -408,7 +415,7 @@ class _Soak:
             for engine in self._engines
         }
         for url, seen in self._seen.items():
-            self._ledger.note(url, seen, self._mode)
+            self._ledger.note(url, seen, self._mode, after_failure=self._failed_before)
 
     def _mend(self, engine: ReferenceEngine) -> bool:
         """Brings the struck engine back, as it was left; whether it had to be restarted."""

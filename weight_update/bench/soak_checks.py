@@ -169,21 +169,33 @@ class Ledger:
     counts: Counter[str] = field(default_factory=Counter)
     _models: dict[str, OrderedDict[str, list[int]]] = field(default_factory=dict)
     _modes: dict[str, str] = field(default_factory=dict)
+    _after_failures: set[str] = field(default_factory=set)
     _kills: Counter[str] = field(default_factory=Counter)
 
-    def note(self, url: str, seen: Seen, mode: str) -> None:
-        """An engine serves (or would, if it went on) a model under a label."""
+    def note(self, url: str, seen: Seen, mode: str, *, after_failure: bool = False) -> None:
+        """An engine serves (or would, if it went on) a model under a label.
+
+        Args:
+            url: The engine.
+            seen: What it is.
+            mode: How the last update paused.
+            after_failure: Whether the update before that one failed.
+        """
         labels = self._models.setdefault(url, OrderedDict({BASE_LABEL: [BASE]}))
         if seen.label is None or seen.seed is None:
             return
         seeds = labels.setdefault(seen.label, [])
         if seen.seed not in seeds:
             seeds.append(seen.seed)
-        self._modes.setdefault(seen.label, mode)
+        if seen.label not in self._modes:
+            self._modes[seen.label] = mode
+            self._after_failures |= {seen.label} if after_failure else set()
         if len(labels) > _LABELS_KEPT:
             labels.pop(next(label for label in labels if label != BASE_LABEL))
         if len(self._modes) > _LABELS_KEPT:
-            self._modes.pop(next(iter(self._modes)))
+            oldest = next(iter(self._modes))
+            self._modes.pop(oldest)
+            self._after_failures.discard(oldest)
 
     def killed(self, url: str) -> None:
         """An engine's process ended."""
@@ -213,10 +225,10 @@ class Ledger:
     def _token_faults(self, answer: Answer) -> Iterator[str]:
         self.counts["of several versions"] += len(answer.spans) > 1
         if self._late(answer):
-            self.counts["unjudged: cached prefix of another version"] += 1
+            self.counts["unjudged: admitted behind an in_place update"] += 1
             return
-        labels = self._models[answer.engine]
-        choices = [labels[label] for label, _, _ in answer.spans]
+        labels, named = self._models[answer.engine], [label for label, _, _ in answer.spans]
+        choices = [labels[label] for label in named]
         for seeds in itertools.product(*choices):
             stretches = list(self._stretches(answer, seeds))
             if self.judge.made_by(answer.prompt, answer.output, stretches):
@@ -224,12 +236,17 @@ class Ledger:
                 return
         if any(len(seeds) > 1 for seeds in choices):
             self.counts["unjudged: one label, two models"] += 1
-            return
-        yield (f"an answer of {answer.engine} was not made by the versions that it names: {answer}")
+        elif any(self._frozen(label) and label in self._after_failures for label in named[1:]):
+            self.counts["unjudged: frozen behind a failed update"] += 1
+        else:
+            yield f"{answer.engine} gave an answer that is not of the versions it names: {answer}"
 
     def _stretches(self, answer: Answer, seeds: Sequence[int]) -> Iterator[Stretch]:
         for (label, start, end), seed in zip(answer.spans, seeds, strict=True):
-            yield Stretch(seed, start, end, self._modes.get(label) == "in_place")
+            yield Stretch(seed, start, end, self._frozen(label))
+
+    def _frozen(self, label: str) -> bool:
+        return self._modes.get(label) == "in_place"
 
     def _late(self, answer: Answer) -> bool:
         """Whether it may go on from a prefix that its first version did not compute.
@@ -238,7 +255,7 @@ class Ledger:
         the version before.
         """
         first = answer.spans[0][0]
-        return bool(answer.cached) and first != answer.salt and self._modes.get(first) == "in_place"
+        return first != answer.salt and self._frozen(first)
 
 
 def proofs(

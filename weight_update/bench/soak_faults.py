@@ -48,10 +48,10 @@ class Trouble:
 
     def strike(self, engine: ReferenceEngine) -> threading.Timer | None:
         """Brings it about; what comes later, during the update, is in the timer."""
-        if self.fault is not None:
-            engine.inject(self.fault)
         if self.act == "restart":
             engine.restart()
+        if self.fault is not None:
+            engine.inject(self.fault)
         if self.act in ("freeze", "freeze briefly"):
             signal_to(engine, signal.SIGSTOP)
         if self.act == "kill":
@@ -123,7 +123,9 @@ def _inside(kind: str, path: str, *, when: str, names: tuple[str, ...] | None = 
     fault = Fault(path, kind, when=when, times=times, seconds=0.3, names=names)  # type: ignore[arg-type]
     of = f" of {', '.join(names)}" if names else ""
     moment = "" if when == "before_join" else f" ({when.replace('_', ' ')})"
-    return Trouble(f"{path[1:]}: {kind}{of}{moment}", fault)
+    # The group is joined anew only when an engine lost it.
+    act: Act = "restart" if path == INIT else "none"
+    return Trouble(f"{path[1:]}: {kind}{of}{moment}", fault, act)
 
 
 # -- the engine's process ------------------------------------------------------------------

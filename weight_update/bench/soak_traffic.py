@@ -59,7 +59,6 @@ class Answer:
         salt: The version that the client knew, the key of its prefixes.
         output: The tokens.
         spans: Version, start and end of each stretch of tokens.
-        cached: Tokens of the prompt that were not computed anew.
         aborts: How often it was aborted and asked for again.
         drops: How often the connection broke and it was asked for again.
         trouble: Why there is none; empty if there is.
@@ -70,7 +69,6 @@ class Answer:
     salt: str
     output: Sequence[int] = ()
     spans: Sequence[tuple[str, int, int]] = ()
-    cached: int = 0
     aborts: int = 0
     drops: int = 0
     trouble: str = ""
@@ -108,9 +106,8 @@ class _Client(threading.Thread):
         except (RuntimeError, OSError) as error:
             return Answer(self._url, prompt, salt, trouble=f"{type(error).__name__}: {error}")
         spans = [(span.version, span.start, span.end) for span in versions_of(found).spans]
-        cached = int(found["meta_info"].get("cached_tokens", 0))
         ids = found["output_ids"]
-        return Answer(self._url, prompt, salt, ids, spans, cached, self._aborts, self._drops)
+        return Answer(self._url, prompt, salt, ids, spans, self._aborts, self._drops)
 
     def _generate(self, request: dict[str, Any]) -> Any:
         """One answer; an engine whose process ended is asked again once it is back."""

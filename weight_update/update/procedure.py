@@ -418,11 +418,8 @@ def _look_again(
 ) -> None:
     """A server that started anew says yes to everything, on the weights it started with."""
     seen = member.engine.observe(deadline)
-    if None in (seen.instance, member.instance):
-        anew = seen.label not in (None, label, attempt.label)
-    else:
-        anew = seen.instance != member.instance
-    if anew:
+    other = None not in (seen.instance, member.instance) and seen.instance != member.instance
+    if other or seen.label not in (None, label, attempt.label):
         raise _restarted(member, phase)
 
 
