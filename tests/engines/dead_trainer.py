@@ -50,7 +50,7 @@ def short_of_a_tensor(url: str) -> None:
     deadline = Deadline(SECONDS)
     engine = SGLangEngine(url, HttpOptions())
     group = _joined(engine, deadline)
-    engine.pause("retract", deadline)
+    engine.pause("retract", deadline, again=False)
     session = engine.session()
     session.open(deadline)
     first, second = extract_weights(tiny_llama(SEED_B))[:2]

@@ -121,6 +121,7 @@ class ModelEngine:
 
     harmless_name = "none"
     flush_skipped = "Skipping the SGLang radix-cache flush"
+    salts_prefixes = True
 
     def __init__(
         self, url: str, time_: VirtualTime, groups: dict[str, WorldGroup], proof: Proof = "none"

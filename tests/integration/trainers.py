@@ -112,6 +112,17 @@ def update_until_interrupted(url: str, weights: str, stalled: bool) -> None:
         print("interrupted", *interrupt.__notes__)
 
 
+def update_until_told_to_end(url: str, weights: str, phase: str, bucket: int) -> None:
+    """Update, and get a SIGTERM when a phase begins or a bucket of it is confirmed."""
+
+    def end(now: Any) -> None:
+        if (now.phase, now.bucket) == (phase, bucket):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _sender(url, bucket_bytes=20_000).update_weights(_load(weights), progress=end)
+    print("was not told to end")
+
+
 def update_pickled(url: str, weights: str, pickled: str) -> None:
     """Update through a sender that another process has pickled."""
     import pickle
@@ -141,10 +152,10 @@ def update_after_fork(url: str, weights: str) -> None:
     sender.shutdown()
 
 
-def _sender(url: str) -> Any:
+def _sender(url: str, **options: Any) -> Any:
     from weight_update import SGLangWeightSyncScheme
 
-    return SGLangWeightSyncScheme(url, timeout=60.0).create_sender()
+    return SGLangWeightSyncScheme(url, timeout=60.0, **options).create_sender()
 
 
 def _load(path: str) -> Any:

@@ -49,6 +49,7 @@ class FakeEngine:
     calls: list[str] = field(default_factory=list)
     faults: dict[str, list[Exception | None]] = field(default_factory=dict)
     can: bool = True
+    salts_prefixes: bool = True
     layout: str | None = None
     instance: str = "first"
 

@@ -54,7 +54,7 @@ def _title(result: SoakResult) -> str:
 
 
 def _draw(panel: Any, result: SoakResult, title: str, value: Callable[[Vitals], float]) -> None:
-    """One figure of all processes; a restart of an engine breaks its line."""
+    """One figure of all processes, marks where an update was disturbed, a line between senders."""
     for process in sorted({sample.process for sample in result.samples}):
         mine = [sample for sample in result.samples if sample.process == process]
         style = {"lw": 1.6, "color": "black"} if process == _TRAINER else {"lw": 0.8, "alpha": 0.8}
@@ -65,8 +65,9 @@ def _draw(panel: Any, result: SoakResult, title: str, value: Callable[[Vitals], 
     for label, (color, restarted) in marked.items():
         updates = [s.update for s in result.struck if s.restarted is restarted]
         panel.plot(
-            updates, [0] * len(updates), "|", color=color, ms=6, mew=0.6, clip_on=False, label=label
+            updates, [0] * len(updates), "|", color=color, ms=9, mew=0.7, clip_on=False, label=label
         )
+    panel.axvline(result.job.updates // 2, ls=":", lw=0.8, color="gray", label="second sender")
     panel.set_ylim(bottom=0)
     panel.set_ylabel(title)
     panel.grid(alpha=0.3)

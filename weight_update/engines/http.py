@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from io import BytesIO
 from typing import Any
 
 import requests
@@ -89,6 +90,13 @@ class EngineHttp:
         except requests.RequestException as error:
             _forget_key(error)
             raise self._no_answer(error, f"{method} {route}", phase, deadline) from error
+        except ValueError as error:  # a redirect to something that is no address
+            raise EngineUnreachable(
+                f"{method} {route} got an answer that cannot be read: {error}",
+                engine=self.url,
+                phase=phase,
+                remedy="name the server's final URL",
+            ) from error
 
     def _no_answer(
         self, error: requests.RequestException, request: str, phase: Phase, deadline: Deadline
@@ -108,21 +116,32 @@ class EngineHttp:
 
     def rejection(self, response: requests.Response, *, phase: Phase) -> EngineRejected:
         """The error that an answer means, with a bounded part of the engine's own words."""
-        response.request.headers.pop("Authorization", None)
+        route = response.request.path_url
         return EngineRejected(
-            f"{response.request.path_url} answered {response.status_code}: {self.words(response)}",
+            f"{route} answered {response.status_code}: {self.words(response)}",
             engine=self.url,
             phase=phase,
             remedy=_remedy(response.status_code),
-            response=response,
+            response=self._without_keys(response),
         )
+
+    def _without_keys(self, response: requests.Response) -> requests.Response:
+        """A copy that can be kept and pickled: no request, and no key that a server repeats."""
+        copy = requests.Response()
+        copy.status_code, copy.reason, copy.url = response.status_code, response.reason, self.url
+        copy.headers["Content-Type"] = response.headers.get("Content-Type", "")
+        copy.encoding = "utf-8"
+        copy.raw = BytesIO(self._scrubbed(text_of(response)).encode())
+        return copy
+
+    def _scrubbed(self, text: str) -> str:
+        for key in (self._options.api_key, self._options.admin_api_key):
+            text = text.replace(key, "***") if key else text
+        return text
 
     def words(self, response: requests.Response) -> str:
         """The engine's own words, less the keys, should it repeat one."""
-        words = _words_of(response)
-        for key in (self._options.api_key, self._options.admin_api_key):
-            words = words.replace(key, "***") if key else words
-        return words[:_QUOTED_CHARACTERS]
+        return self._scrubbed(_words_of(response))[:_QUOTED_CHARACTERS]
 
     def close(self) -> None:
         """Closes the connections."""
@@ -167,7 +186,12 @@ def _words_of(response: requests.Response) -> str:
         message = inner.get("message") or inner.get("error") or inner.get("detail")
         if isinstance(message, str) and message:
             return message
-    return " ".join(response.text.split()) or "(empty body)"
+    return " ".join(text_of(response).split()) or "(empty body)"
+
+
+def text_of(response: requests.Response) -> str:
+    """The body of an answer as text, whatever encoding it claims to have."""
+    return response.content.decode("utf-8", "replace")
 
 
 def _cause(error: BaseException) -> str:

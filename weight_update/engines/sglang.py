@@ -112,7 +112,8 @@ class SGLangEngine:
             UpdateTimeout: The scheduler does not answer; it may be stuck in a group.
         """
         label = self.label(deadline)
-        ready = self._client.ready(deadline)
+        mute = self._capabilities is not None and not self._capabilities.tells_readiness
+        ready = None if mute else self._client.ready(deadline)
         return Sighting(label, ready, instance_of(self._client.server_info(deadline, "plan")))
 
     def label(self, deadline: Deadline) -> str | None:
@@ -209,6 +210,11 @@ class SGLangEngine:
         """Continues generation; harmless when it was not paused."""
         self._client.resume(deadline)
 
+    @property
+    def salts_prefixes(self) -> bool:
+        """Whether a request may bring a cache key that no older prefix matches."""
+        return self.capabilities.salts_prefixes
+
     def can_flush(self, mode: PauseMode) -> bool:
         """Whether the prefix cache can be flushed while paused by ``mode``."""
         return mode == "abort" or (mode == "retract" and self.capabilities.flush_under_retract)
@@ -286,7 +292,7 @@ class SGLangEngine:
             seen = running
             if patience is not None and repeats >= patience:
                 return
-            if deadline.expired():
+            if deadline.remaining() <= _POLL_SECONDS:
                 raise UpdateTimeout(
                     f"{running} request(s) still run", engine=self.url, phase="drain"
                 )

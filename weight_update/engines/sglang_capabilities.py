@@ -15,9 +15,12 @@ PROBED_ROUTES = (
     "/model_info",
     "/v1/loads",
     "/get_load",
+    "/ready",
 )
 _OLDEST = (0, 5, 6)
 _SESSIONS_SINCE = (0, 5, 21)
+# Older ones take a cache key with a request, and ignore it.
+_SALTS_SINCE = (0, 5, 11)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class SGLangCapabilities:
         live_loads: The count still moves while the engine is paused by ``retract``.
         flush_under_retract: The cache can be flushed while requests wait to be resumed.
         brackets_ipv6: The server glues ``tcp://`` and the address together as they are.
+        tells_readiness: It says whether it is paused (0.5.20 and later).
+        salts_prefixes: A request may bring a cache key of its own (0.5.11 and later).
     """
 
     release: str
@@ -39,6 +44,8 @@ class SGLangCapabilities:
     live_loads: bool
     flush_under_retract: bool
     brackets_ipv6: bool
+    tells_readiness: bool = False
+    salts_prefixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def release_number(release: str) -> tuple[int, ...] | None:
         >>> release_number("0.5.15.post1")
         (0, 5, 15)
     """
-    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", release)
+    found = re.match(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", release)
     return tuple(int(part or 0) for part in found.groups()) if found else None
 
 
@@ -95,6 +102,8 @@ def read_capabilities(
         live_loads=not sessions,
         flush_under_retract=sessions or (number is not None and number < (0, 5, 10)),
         brackets_ipv6=number is not None and number < (0, 5, 10),
+        tells_readiness=routes["/ready"] is not False,
+        salts_prefixes=number is not None and number >= _SALTS_SINCE,
     )
 
 

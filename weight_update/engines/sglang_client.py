@@ -6,7 +6,7 @@ from typing import Any
 
 import requests
 
-from weight_update.engines.http import EngineHttp, json_of
+from weight_update.engines.http import EngineHttp, json_of, text_of
 from weight_update.engines.sglang_router import WORKER_ROUTES, is_list_of_workers, read_workers
 from weight_update.errors import Applied, EngineRejected, Phase
 from weight_update.options import HttpOptions
@@ -222,14 +222,14 @@ def update_request(bucket: Bucket, *, group_name: str, flush: bool) -> dict[str,
 
 
 def _is_anothers(response: requests.Response) -> bool:
-    page = response.text.lstrip().startswith("<")
+    page = text_of(response).lstrip().startswith("<")
     return page or response.status_code in _NOT_THE_SERVERS_OWN
 
 
 def _applied(error: EngineRejected) -> Applied:
     """How much a refused update request had loaded, from the server's own words."""
     response = error.response
-    text = error.message if response is None else response.text
+    text = error.message if response is None else text_of(response)
     if "Weights were updated" in text:
         return "all"
     # Ranks answer in one text: one may have loaded what another refused.

@@ -89,7 +89,7 @@ class Member:
             half updated, so only a full push resumes it.
         names: The names that it was checked to know.
         brought: The names that pushes brought since it started.
-        lost: Those that it lost with a restart; a push must hold them all.
+        lost: Those that it lost with a restart, or missed; a push must hold them all.
         asked: It was asked what it can prove.
         digests: It makes digests of its weights.
         describes: They say what they are of.

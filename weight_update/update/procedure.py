@@ -166,7 +166,7 @@ class Procedure:
         for member in self.fleet.members if self.rules.full and not self.rules.whole else ():
             lacking = sorted((member.owed if member.doubt else member.lost) - names)
             if lacking:
-                why = "holds mixed weights" if member.doubt else "restarted and lost its weights"
+                why = "holds mixed weights" if member.doubt else "restarted, or missed an update"
                 objections.append(
                     f"{member.url} {why}, and this push lacks {len(lacking)} of the "
                     f"tensors that heal it: {lacking[0]!r}, ..."
@@ -255,13 +255,12 @@ class Procedure:
                 member.attempt.verified = "off"
 
     def _warn_of_stale_prefixes(self, mode: PauseMode) -> None:
-        stale = [m for m in self.fleet.members if not m.engine.can_flush(mode)]
-        consequence = (
-            "prefixes cached under the old weights may still be served; rollouts.salted() gives "
-            "requests a cache key of their own"
-        )
         if not self.rules.full:
             return
+        stale = [m for m in self.fleet.members if not m.engine.can_flush(mode)]
+        salted = all(m.engine.salts_prefixes for m in stale or self.fleet.members)
+        way_out = "rollouts.salted() keeps requests clear of them" if salted else "use 'abort'"
+        consequence = f"prefixes cached under the old weights may still be served; {way_out}"
         if not self.rules.flush:
             self.warnings.append(f"the prefix cache was not flushed, as configured: {consequence}")
         elif stale:

@@ -52,6 +52,10 @@ class Engine(Protocol):
         """Why this engine cannot be updated under a pause mode; None when it can."""
 
     @property
+    def salts_prefixes(self) -> bool:
+        """Whether a request may bring a cache key that no older prefix matches."""
+
+    @property
     def layout(self) -> str | None:
         """Equal for engines that hold equal weights in equal parts; None when it does not say."""
 

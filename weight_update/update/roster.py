@@ -13,7 +13,7 @@ from weight_update.update.protocols import Engine
 from weight_update.waiting import Deadline, spawn
 
 # How long an engine that failed is given to show that it is back.
-_RETURN_SECONDS = 1.0
+_RETURN_SECONDS = 2.0
 _PROBE_SECONDS = 0.3
 
 
@@ -115,6 +115,8 @@ class Roster:
         wait([call for _, call in calls], timeout=soon.remaining() + _PROBE_SECONDS)
         for member, call in calls:
             member.left_out = not (call.done() and _answered(call.exception()))
+            if member.left_out:
+                member.state, member.detail = EngineState.UNREACHABLE, "did not come back"
 
     def look(self, fleet: Fleet, deadline: Deadline) -> None:
         """Observes every engine: one that started anew lost all that it was given.

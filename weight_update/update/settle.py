@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from weight_update.errors import EngineUnreachable, Phase, UpdateTimeout, WeightUpdateError
+from weight_update.errors import (
+    EngineUnreachable,
+    Phase,
+    UpdateTimeout,
+    WeightMismatchError,
+    WeightUpdateError,
+)
 from weight_update.facts import Sighting
 from weight_update.report import EngineState
 from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
@@ -26,8 +32,8 @@ _log = logging.getLogger("weight_update")
 # 0.8 go to the answer that is still out, and the last 0.8 are kept for resuming and for
 # finding out who is lost.
 GRACE_SECONDS = 1.8
+RESUME_SECONDS = 0.5
 _ANSWER_SECONDS = 0.8
-_RESUME_SECONDS = 0.5
 _FLUSH_SECONDS = 0.5
 _PROBE_SECONDS = 0.3
 
@@ -38,6 +44,8 @@ FOUND_PAUSED = (
 )
 RESTARTED = "it restarted during the update and holds the weights that it started with"
 _SILENT = (EngineUnreachable, UpdateTimeout)
+# Phases that end before engines have proved what they hold.
+_UNPROVEN = ("transfer", "end", "flush")
 
 Prove = Callable[[Member, Deadline], None]
 
@@ -148,14 +156,14 @@ def _settle_engine(member: Member, failure: _Failure) -> Settled:
         spawn(_leave, engine, failure.group.name, grace)
     words = _await_answer(member, failure.phase, grace)
     suspect = bool(attempt.suspicion) or _call_failed(member)
-    anew = _started_anew(member, grace) if suspect else None
+    anew = _started_anew(member, grace)
     if anew is not None:
         return _hold_anew(member, failure, anew)
-    early = grace.at_most(grace.remaining() - _RESUME_SECONDS - _PROBE_SECONDS)
+    early = grace.at_most(grace.remaining() - RESUME_SECONDS - _PROBE_SECONDS)
     trouble = _close(attempt, early) if member.maybe_open else ""
     state, doubt = _holds(member, failure, early, trouble=bool(trouble))
     paused, lost = _let_go(member, state, failure)
-    if (lost or trouble or suspect) and not _reachable(engine, grace):
+    if (lost or trouble or suspect or doubt) and not _reachable(engine, grace):
         state = EngineState.UNREACHABLE
     foreign = FOUND_PAUSED if state is EngineState.OLD and member.found_paused else ""
     detail = doubt or lost or trouble or foreign or words
@@ -169,7 +177,7 @@ def _holds(
     attempt, rules = member.attempt, failure.rules
     if member.state is EngineState.NEW and not attempt.suspicion:
         return EngineState.NEW, ""
-    if failure.phase == "transfer" and attempt.complete:
+    if failure.phase in _UNPROVEN and attempt.complete:
         _check_word(member, failure, deadline)
     if attempt.complete and attempt.full and not trouble:
         doubt = "" if attempt.flushed else _flush(member.engine, attempt, rules, deadline)
@@ -179,18 +187,22 @@ def _holds(
 
 
 def _check_word(member: Member, failure: _Failure, deadline: Deadline) -> None:
-    """In a broadcast that broke, a yes may have come from an engine that received nothing."""
+    """A yes may have come from an engine that received nothing; in a broken broadcast above all."""
     try:
         failure.prove(member, deadline)
     except WeightUpdateError as error:
-        member.attempt.suspicion = error.message
+        if isinstance(error, WeightMismatchError) or failure.phase == "transfer":
+            member.attempt.suspicion = error.message
 
 
 def _let_go(member: Member, state: EngineState, failure: _Failure) -> tuple[bool, str]:
     """Resumes the engine if it may be; whether it may be paused still, and why."""
     held = state is EngineState.MIXED and failure.rules.on_failure == "hold"
     foreign = state is EngineState.OLD and member.found_paused
-    if not member.maybe_paused or held or foreign:
+    # Resumed before its label is written, it would serve new weights under the older one.
+    counted = failure.phase in ("count", "continue")
+    awaits = state is EngineState.NEW and failure.rules.regroups and not counted
+    if not member.maybe_paused or held or foreign or awaits:
         return member.maybe_paused, ""
     grace = failure.grace
     return _resume(member.engine, grace.at_most(grace.remaining() - _PROBE_SECONDS))
@@ -218,7 +230,7 @@ def _started_anew(member: Member, grace: Deadline) -> Sighting | None:
 def _hold_anew(member: Member, failure: _Failure, anew: Sighting) -> Settled:
     """A server that restarted serves the weights it started with: it waits for a full push."""
     engine, hold = member.engine, failure.rules.on_failure == "hold"
-    deadline = failure.grace.at_most(_RESUME_SECONDS)
+    deadline = failure.grace.at_most(RESUME_SECONDS)
     paused = hold or anew.ready is False
     try:
         if hold:
@@ -283,6 +295,17 @@ def _flush(engine: Engine, attempt: Attempt, rules: UpdateRules, deadline: Deadl
     except WeightUpdateError as error:
         return f"{STALE_CACHE}: {error.message}"
     return ""
+
+
+def release(fleet: Fleet, grace: Deadline) -> None:
+    """Resumes engines with new weights that waited, paused, for an attempt that never came."""
+    waiting = [m for m in fleet.members if m.state is EngineState.NEW and m.maybe_paused]
+    calls = [(member, spawn(_resume, member.engine, grace)) for member in waiting]
+    wait([call for _, call in calls], timeout=grace.remaining())
+    for member, call in calls:
+        if call.done():
+            member.maybe_paused, lost = call.result()
+            member.detail = member.detail or lost
 
 
 def _resume(engine: Engine, grace: Deadline) -> tuple[bool, str]:

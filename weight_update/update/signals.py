@@ -23,12 +23,16 @@ def orderly_end() -> Iterator[None]:
     if not ours:
         yield
         return
-    signal.signal(signal.SIGTERM, _leave)
+    came: list[int] = []
+
+    def leave(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _leave(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    if came:  # it was raised inside a finalizer, where Python drops it
+        raise SystemExit(128 + came[0])

@@ -28,6 +28,7 @@ from weight_update.update.progress import Meter
 from weight_update.update.protocols import Engine, Group, Packer
 from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules
+from weight_update.update.settle import RESUME_SECONDS, release
 from weight_update.update.signals import orderly_end
 from weight_update.update.turns import one_at_a_time, turn
 from weight_update.update.versions import next_version
@@ -243,6 +244,16 @@ class Updater:
                 self.roster.discover(run.deadline)
                 self.roster.look_for_the_lost(run.deadline)
             check_quorum(self.options.quorum, len(self.roster.members))
+            self._leave_out_the_incomplete(run)
+
+    def _leave_out_the_incomplete(self, run: _Run) -> None:
+        """Under a quorum, a push of some weights passes by engines that need more than those."""
+        names = {weight.spec.name for weight in run.weights}
+        for member in self.roster.members if not run.push.whole else ():
+            others = sum(not m.left_out for m in self.roster.members) - 1
+            if not member.left_out and member.lost - names and others >= self._needed:
+                member.left_out, member.detail = True, "it needs a push of the whole model"
+                run.warnings.append(f"{member.url} was left out: {member.detail}")
 
     def _attempts(self, run: _Run) -> None:
         """Attempts the update, with the engines that are left each time one has failed."""
@@ -255,6 +266,9 @@ class Updater:
                 self._go_on_without_culprits(error, fleet, run)
                 if run.counted:
                     return None
+            except BaseException:
+                self._release(fleet, run)
+                raise
 
     def _attempt(self, fleet: Fleet, run: _Run) -> None:
         with run.watch.running("plan"):
@@ -302,11 +316,17 @@ class Updater:
         failed = culprits(error, fleet.members)
         left = len(fleet.members) - len(failed)
         if not failed or left == 0 or left < self._needed or run.deadline.expired():
+            self._release(fleet, run)
             raise error
         for member in failed:
             member.left_out = True
+            member.lost |= frozenset(weight.spec.name for weight in run.weights)
             member.detail = member.detail or error.message
             run.warnings.append(f"{member.url} was left out: {member.detail}")
+
+    def _release(self, fleet: Fleet, run: _Run) -> None:
+        """No further attempt comes: engines that waited for one continue."""
+        release(fleet, run.deadline.afresh(RESUME_SECONDS))
 
     def _procedure(self, fleet: Fleet, run: _Run) -> Procedure:
         group, packer = self._wire.ends()
