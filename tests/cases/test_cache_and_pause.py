@@ -14,6 +14,7 @@ from weight_update import ConfigurationError, SGLangWeightSyncScheme, UpdateTime
 from weight_update.engines.sglang import SGLangEngine
 from weight_update.options import HttpOptions
 from weight_update.reference_engine import Fault, ReferenceEngine
+from weight_update.rollouts import salted
 from weight_update.waiting import Deadline
 
 from .fake_http import HEALTHY, Answer, Asked, FakeServer
@@ -80,14 +81,16 @@ def test_c09_where_a_stale_cache_is_refused_nothing_is_paused(at_a: ReferenceEng
     assert log.count(at_a, PAUSE) == 0
 
 
-def test_c09_a_key_of_the_report_keeps_rollouts_off_old_prefixes(at_a: ReferenceEngine) -> None:
+def test_c09_a_salted_request_stays_clear_of_old_prefixes(at_a: ReferenceEngine) -> None:
     """The means that a caller gets where the cache cannot be flushed."""
+    request = {"input_ids": kit.PROMPT, "sampling_params": {"max_new_tokens": kit.TOKENS}}
+    request["sampling_params"]["temperature"] = 0.0
+    kit.served(at_a)
     with kit.make_sender(at_a, pause_mode="in_place") as sender:
-        reports = [sender.update_weights(kit.llama(1)) for _ in range(2)]
-    keys = [report.cache_key for report in reports]
-    assert all(keys)
-    assert keys[0] != keys[1]
-    assert str(reports[1].version) in keys[1]
+        report = sender.update_weights(kit.llama(1))
+    assert any("salted" in warning for warning in report.warnings)
+    answer = at_a.call("POST", "/generate", salted(request, report.version))
+    assert answer["output_ids"] == kit.tokens_of(1)
 
 
 def test_c09_a_flush_that_comes_later_ends_the_warning(at_a: ReferenceEngine) -> None:

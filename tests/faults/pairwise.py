@@ -22,7 +22,9 @@ def pairs_of(row: Row) -> frozenset[Pair]:
 
 def rows_of(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> list[Row]:
     """The whole product, less what is not allowed."""
-    rows = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
+    rows = (
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    )
     return [row for row in rows if allowed(row)]
 
 

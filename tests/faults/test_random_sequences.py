@@ -10,7 +10,7 @@ import logging
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
-from weight_update.report import UpdateReport
+from weight_update.report import Progress, UpdateReport
 from weight_update.update.background import Background
 
 from . import truth
@@ -47,6 +47,7 @@ CALLS = (
     "stamp",
     "resume",
 )
+PHASES = ("pause", "drain", "begin", "transfer", "end", "flush", "verify", "stamp", "continue")
 KINDS = ("refuse", "reset", "reset_late", "hang", "hang_late", "slow", "killed", "stopped")
 STRIKES = st.builds(Strike, st.sampled_from(CALLS), st.sampled_from(KINDS), st.integers(0, 3))
 LIES = st.builds(Strike, st.just("apply"), st.just("lie"), st.integers(0, 3))
@@ -112,6 +113,18 @@ class Life(RuleBasedStateMachine):
         engine.arm(strike)
         self.judge(truth.push(self.world, self.next_tag(), sorted(names), whole=False))
         engine.strikes.clear()
+
+    @rule(phase=st.sampled_from(PHASES))
+    def update_that_is_interrupted(self, phase: str) -> None:
+        def interrupt(now: Progress) -> None:
+            if now.phase == phase:
+                raise KeyboardInterrupt
+
+        with suppress(WeightUpdateError, KeyboardInterrupt):
+            self.world.push(self.next_tag(), progress=interrupt)
+        for engine in self.world.fleet:
+            outcome = self.world.updater.engines[engine.url]
+            assert outcome.paused or not engine.paused or not engine.answers, outcome
 
     @rule()
     def recover(self) -> None:

@@ -55,7 +55,11 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "success_false": ("success_false", "before_join", ("join", "pause", "begin", *BUCKET, "stamp")),
     "non_json": ("non_json", "before_join", None),
     "close": ("close", "before_join", None),
-    "close late": ("close", "before_answer", ("pause", "begin", *BUCKET, "end", "stamp", "continue")),
+    "close late": (
+        "close",
+        "before_answer",
+        ("pause", "begin", *BUCKET, "end", "stamp", "continue"),
+    ),
     "hang": ("hang", "before_join", None),
     "hang late": ("hang", "before_answer", ("join", "pause", "last bucket", "stamp")),
     "slow": ("slow", "before_join", None),
@@ -144,8 +148,8 @@ class Trial:
             with kit.timeout_of(self.sender, limit):
                 report = self.sender.update_weights(model, progress=hook)
         except WeightUpdateError as error:
-            assert error.report is not None
-            self.error, report = error, error.report
+            self.error, told = error, error.report
+            report = told or pytest.fail(f"no report: {error}")
         elapsed = time.monotonic() - start
         assert elapsed <= SLACK + (limit if self.waits else 0.0), f"{elapsed:.1f} s: {self.error}"
         for name, value in model.state_dict().items():

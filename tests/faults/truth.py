@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -176,12 +175,12 @@ def _of_its_pause(engine: ModelEngine, outcome: EngineOutcome, result: Result) -
             yield "mixed, and reported as not paused"
     if outcome.state is MIXED and resumes and (engine.paused or outcome.paused):
         yield "mixed, and not resumed as asked for"
-    if outcome.state in (OLD, NEW) and (engine.paused or outcome.paused):
-        if "resume" not in engine.lied:
-            yield f"{outcome.state}, and not resumed"
-    if not (resumes or "pause" in engine.lied or unharmed(result.world, engine)):
-        if not ("apply" in engine.lied and outcome.verified == "unverified"):
-            yield f"generates with {engine.fingerprint}"
+    idle = outcome.state in (OLD, NEW) and (engine.paused or outcome.paused)
+    if idle and "resume" not in engine.lied:
+        yield f"{outcome.state}, and not resumed"
+    excused = "apply" in engine.lied and outcome.verified == "unverified"
+    if not (resumes or excused or "pause" in engine.lied or unharmed(result.world, engine)):
+        yield f"generates with {engine.fingerprint}"
 
 
 def _left_out(engine: ModelEngine, result: Result) -> bool:
@@ -212,7 +211,9 @@ def not_healed(result: Result) -> Iterator[str]:
             "is reported new": outcome is not None and outcome.state is NEW,
             "is reported unpaused": outcome is not None and not outcome.paused,
         }
-        yield from (f"healed, but not so: {engine.url} {what}" for what, so in fine.items() if not so)
+        yield from (
+            f"healed, but not so: {engine.url} {what}" for what, so in fine.items() if not so
+        )
 
 
 def unharmed(world: World, engine: ModelEngine) -> bool:

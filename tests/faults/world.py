@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -20,7 +21,7 @@ import torch
 from weight_update.errors import Applied, EngineRejected, EngineUnreachable, UpdateTimeout
 from weight_update.facts import Digests, NameCheck, Part, Sighting
 from weight_update.options import UpdateOptions
-from weight_update.report import UpdateReport
+from weight_update.report import ProgressHook, UpdateReport
 from weight_update.update.updater import Push, Updater
 from weight_update.waiting import Clock, Deadline
 from weight_update.weights.buckets import Bucket
@@ -200,10 +201,8 @@ class ModelEngine:
             self.stopped = False
             waiting, self._queue = self._queue, []
             for effect in waiting:
-                try:
+                with suppress(EngineRejected):
                     effect()
-                except EngineRejected:
-                    pass
 
     def bring_back(self) -> None:
         """Whatever is wrong with the process is put right; armed faults are gone."""
@@ -573,6 +572,7 @@ class World:
         *,
         whole: bool = True,
         updater: Updater | None = None,
+        progress: ProgressHook | None = None,
     ) -> UpdateReport:
         """Brings the weights of one version, or some of them."""
 
@@ -583,7 +583,7 @@ class World:
         self._note_wholes(tag, names)
         tensors = {name: value_of(tag) for name in names}
         weights = extract_weights(tensors)
-        push = Push(lambda: weights, count, whole=whole)
+        push = Push(lambda: weights, count, whole=whole, progress=progress)
         return (updater or self.updater).update(push)
 
     def _note_wholes(self, tag: float, names: Sequence[str]) -> None:

@@ -332,3 +332,32 @@ def test_a_restart_is_noticed_although_the_label_is_the_same() -> None:
 
     assert [engine.calls.count("inspect") for engine in home.fleet] == [2, 1]
     assert len(home.groups) == 2
+
+
+# -- interrupts ---------------------------------------------------------------------------
+
+STEPS = ("pause", "drain", "begin", "transfer", "end", "flush", "verify", "stamp", "count")
+
+
+@pytest.mark.parametrize("phase", [*STEPS, "continue"])
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_as_a_phase_begins_leaves_a_known_state(
+    phase: str, interrupt: type[BaseException]
+) -> None:
+    home = world(2)
+
+    def hook(now: Progress) -> None:
+        if now.phase == phase:
+            raise interrupt
+
+    weights = extract_weights({name: value_of(2.0) for name in NAMES})
+    with pytest.raises(interrupt) as raised:
+        home.updater.update(Push(lambda: weights, lambda _: (), progress=hook))
+
+    for engine in home.fleet:
+        outcome = home.updater.engines[engine.url]
+        assert str(outcome.state) in raised.value.__notes__[0]
+        assert outcome.paused == engine.paused is False
+        assert outcome.version in (None, engine.label_shown)
+        assert set(engine.fingerprint) == {2.0 if outcome.state is NEW else 1.0}
+    assert not list(truth.not_healed(truth.push(home, 3.0)))

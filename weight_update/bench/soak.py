@@ -50,6 +50,7 @@ _ASYNC_SHARE = 0.2
 _FUTURE_SECONDS = 60.0
 _TOLD_EVERY = 10
 _PROBLEMS_SHOWN = 50
+_TRAINER = "the trainer"
 
 Tell = Callable[[str], None]
 
@@ -152,12 +153,19 @@ class SoakResult:
     def trends(self) -> list[Trend]:
         """Of the trainer, and of the life of each engine that lasted longest."""
         processes = sorted({sample.process for sample in self.samples})
-        return [trend for name in processes for trend in trends(name, self._longest_life(name))]
+        return [
+            trend
+            for name in processes
+            for trend in trends(name, self._longest_life(name), peers=self._peers(name))
+        ]
 
     @property
     def ok(self) -> bool:
         """Whether nothing was wrong and nothing grew."""
         return not self.found and all(trend.flat for trend in self.trends)
+
+    def _peers(self, process: str) -> int:
+        return self.job.engines if process == _TRAINER else 1
 
     def _longest_life(self, process: str) -> list[Vitals]:
         lives: dict[int, list[Vitals]] = {}
@@ -319,7 +327,6 @@ class _Soak:
         restarted = self._mend(engine) if trouble else False
         if trouble:
             self.result.struck.append(Struck(update, struck, trouble.name, ended, restarted))
-        self._traffic.tell(sender.version)
         self._judge_answers(update, self._traffic.take())
         if update % self._job.sample_every == 0:
             self._sample(update)
@@ -341,6 +348,7 @@ class _Soak:
         report, error = self._call(sender)
         self._failed_before, self._failed = self._failed, error is not None or _left_out(report)
         elapsed = time.monotonic() - start
+        self._traffic.tell(sender.version)
         self.result.slowest = max(self.result.slowest, elapsed)
         where = f"({trouble.name if trouble else 'undisturbed'}, {self._mode}) "
         for text in (
@@ -445,7 +453,7 @@ class _Soak:
             self._problem(self._job.updates, lost)
 
     def _sample(self, update: int) -> None:
-        pids = {"the trainer": os.getpid()}
+        pids = {_TRAINER: os.getpid()}
         pids |= {f"engine {index}": engine.pid for index, engine in enumerate(self._engines)}
         for process, pid in pids.items():
             vitals = vitals_of(pid)
@@ -454,7 +462,7 @@ class _Soak:
 
     def _progress(self, update: int) -> str:
         result = self.result
-        last = next((s for s in reversed(result.samples) if s.process == "the trainer"), None)
+        last = next((s for s in reversed(result.samples) if s.process == _TRAINER), None)
         held = (
             f"{last.vitals.rss_bytes / 1e6:.0f} MB, {last.vitals.threads} threads, "
             f"{last.vitals.fds} descriptors; "

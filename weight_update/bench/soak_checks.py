@@ -224,22 +224,33 @@ class Ledger:
 
     def _token_faults(self, answer: Answer) -> Iterator[str]:
         self.counts["of several versions"] += len(answer.spans) > 1
-        if self._late(answer):
-            self.counts["unjudged: admitted behind an in_place update"] += 1
-            return
-        labels, named = self._models[answer.engine], [label for label, _, _ in answer.spans]
-        choices = [labels[label] for label in named]
-        for seeds in itertools.product(*choices):
-            stretches = list(self._stretches(answer, seeds))
-            if self.judge.made_by(answer.prompt, answer.output, stretches):
-                self.counts["made by the versions they name"] += 1
-                return
-        if any(len(seeds) > 1 for seeds in choices):
-            self.counts["unjudged: one label, two models"] += 1
-        elif any(self._frozen(label) and label in self._after_failures for label in named[1:]):
-            self.counts["unjudged: frozen behind a failed update"] += 1
+        if self._right(answer):
+            self.counts["made by the versions they name"] += 1
+        elif excuse := self._excuse(answer):
+            self.counts[f"unjudged: {excuse}"] += 1
         else:
             yield f"{answer.engine} gave an answer that is not of the versions it names: {answer}"
+
+    def _right(self, answer: Answer) -> bool:
+        models = self._models[answer.engine]
+        choices = itertools.product(*(models[label] for label, _, _ in answer.spans))
+        return any(
+            self.judge.made_by(answer.prompt, answer.output, list(self._stretches(answer, seeds)))
+            for seeds in choices
+        )
+
+    def _excuse(self, answer: Answer) -> str:
+        """Why tokens may differ from what their versions say, and nobody is to blame."""
+        named = [label for label, _, _ in answer.spans]
+        if any(len(self._models[answer.engine][label]) > 1 for label in named):
+            return "one label, two models"
+        if named[0] != answer.salt and self._frozen(named[0]):
+            # It waited through the update with the key of the version before, whose prefixes
+            # are still cached.
+            return "admitted behind an in_place update"
+        if any(self._frozen(label) and label in self._after_failures for label in named[1:]):
+            return "frozen behind a failed update"
+        return ""
 
     def _stretches(self, answer: Answer, seeds: Sequence[int]) -> Iterator[Stretch]:
         for (label, start, end), seed in zip(answer.spans, seeds, strict=True):
@@ -247,15 +258,6 @@ class Ledger:
 
     def _frozen(self, label: str) -> bool:
         return self._modes.get(label) == "in_place"
-
-    def _late(self, answer: Answer) -> bool:
-        """Whether it may go on from a prefix that its first version did not compute.
-
-        A request that waits through an in_place update is admitted after it, with the key of
-        the version before.
-        """
-        first = answer.spans[0][0]
-        return first != answer.salt and self._frozen(first)
 
 
 def proofs(

@@ -26,7 +26,7 @@ from weight_update.engines.sglang_facts import (
 )
 from weight_update.engines.sglang_names import RuntimeNames, check_names, runtime_names
 from weight_update.engines.sglang_session import SGLangSession
-from weight_update.errors import ConfigurationError, Phase, UpdateTimeout
+from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
 from weight_update.facts import Digests, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode
 from weight_update.waiting import Deadline
@@ -61,6 +61,7 @@ class SGLangEngine:
         self._model = SGLangModel()
         self._runtime: RuntimeNames | None = None
         self._square: bool | None = None
+        self._stands_still = False
 
     def inspect(self, deadline: Deadline) -> None:
         """Learns release, routes and layout; the only place where capabilities are decided.
@@ -169,7 +170,11 @@ class SGLangEngine:
             "group_name": group_name,
             "backend": backend,
         }
-        self._client.init_group(body, deadline)
+        try:
+            self._client.init_group(body, deadline)
+        except EngineRejected as error:
+            error.remedy = error.remedy or f"the trainer joins by backend {backend!r}"
+            raise
 
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Has the server drop a group; one that it does not know is no error."""
@@ -184,7 +189,8 @@ class SGLangEngine:
             again: It may be paused already. Frozen requests never end when they are aborted,
                 and the server would wait for them for ever: they are retracted first.
         """
-        if again and mode == "abort":
+        self._stands_still = again and mode == "abort"
+        if self._stands_still:
             self._client.pause("retract", deadline)
         self._client.pause(mode, deadline)
 
@@ -193,7 +199,8 @@ class SGLangEngine:
 
         Frozen requests never end, so ``in_place`` waits for nothing. Under ``retract``, a
         release with sessions shows a snapshot that stands still, and command order does the
-        rest; older ones are waited for as long as their count moves.
+        rest; older ones are waited for as long as their count moves. So is one that was retracted
+        before it was told to abort.
 
         Raises:
             UpdateTimeout: Requests still run at the deadline.
@@ -202,7 +209,8 @@ class SGLangEngine:
         if mode == "in_place" or route is None:
             return
         if mode == "abort":
-            self._wait_until_idle(route, None, deadline)
+            patience = _FROZEN_POLLS if self._stands_still else None
+            self._wait_until_idle(route, patience, deadline)
         elif self.capabilities.live_loads:
             self._wait_until_idle(route, _FROZEN_POLLS, deadline)
 

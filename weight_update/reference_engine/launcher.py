@@ -28,6 +28,8 @@ MISSING_EXTRA = 'The reference engine needs an extra: pip install "weight-update
 
 _NEEDED = ("torch", "transformers", "starlette", "uvicorn")
 _STOP_SECONDS = 4.0
+# Routes that take the ordinary key even where there is one for control.
+_ORDINARY = ("/generate", "/ping", "/model_info", "/server_info", "/v1/loads", "/get_load")
 
 
 class ReferenceEngine:
@@ -333,7 +335,7 @@ class ReferenceEngine:
         self, method: str, path: str, body: object, timeout: float | None
     ) -> tuple[int, str]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
-        admin = path != "/generate" and self._keys[ADMIN_KEY_VARIABLE]
+        admin = path not in _ORDINARY and self._keys[ADMIN_KEY_VARIABLE]
         key = admin or self._keys[KEY_VARIABLE]
         headers = {"Content-Type": "application/json"}
         if key:

@@ -10,6 +10,7 @@ from weight_update.facts import Sighting
 from weight_update.report import EngineOutcome, EngineState
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.protocols import Engine
+from weight_update.update.versions import counts_on
 from weight_update.waiting import Deadline, spawn
 
 # How long an engine that failed is given to show that it is back.
@@ -194,13 +195,20 @@ def _answer_of(call: object) -> tuple[str, ...]:
 
 
 def _take_note(member: Member, seen: Sighting) -> None:
-    relabelled = member.label not in (None, seen.label)
-    restarted = seen.instance is not None and member.instance not in (None, seen.instance)
-    if relabelled or restarted:
+    if _started_anew(member, seen):
         member.forget()
     member.label, member.instance = seen.label, seen.instance or member.instance
     somebodys = member.found_paused or not member.maybe_paused
     member.found_paused = seen.ready is False and somebodys
+
+
+def _started_anew(member: Member, seen: Sighting) -> bool:
+    """Another instance, or a label that went back; one that went on is another trainer's."""
+    known = None not in (seen.instance, member.instance)
+    if known and seen.instance != member.instance:
+        return True
+    went_on = known and counts_on(member.label, seen.label)
+    return member.label not in (None, seen.label) and not went_on
 
 
 def _answered(error: BaseException | None) -> bool:

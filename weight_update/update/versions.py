@@ -25,5 +25,17 @@ def next_version(current: int, labels: Iterable[str | None]) -> int:
     return max(current, *shown, 0) + 1
 
 
+def counts_on(label: str | None, later: str | None) -> bool:
+    """Whether one label counts on from another.
+
+    Example:
+        >>> counts_on("3", "4"), counts_on("3", "default"), counts_on("default", "1")
+        (True, False, True)
+    """
+    if later is None or not _is_number(later):
+        return False
+    return label is None or not _is_number(label) or int(later) > int(label)
+
+
 def _is_number(label: str) -> bool:
     return label.isdecimal() and len(label) <= _MOST_DIGITS
