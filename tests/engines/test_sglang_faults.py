@@ -296,7 +296,6 @@ def test_a_half_updated_server_refuses_a_mapping_and_is_healed_by_another_sender
     assert post(half_updated, "end_weight_update").status_code == 400  # no session is open
 
 
-@pytest.mark.xfail(strict=True, reason="a mapping resumes a server that was found paused")
 def test_a_half_updated_server_is_not_resumed_by_a_second_senders_mapping_either(
     half_updated: Served,
 ) -> None:

@@ -120,11 +120,14 @@ def reach_findings(server: ServerFacts) -> Iterator[Finding]:
 
 
 def _other_service(server: ServerFacts) -> Finding:
+    if server.service == "router":
+        return Finding(
+            "warning",
+            "this is a router: an update goes to each server behind it, and none was looked at",
+            server.url,
+            "name the URL of each server behind it to have it looked at",
+        )
     what, remedy = {
-        "router": (
-            "this is a router: it passes requests on to servers that it chooses",
-            "name the URL of each server behind it",
-        ),
         "vllm": ("this is a vLLM server, which is not supported yet", "name an SGLang server"),
     }.get(
         server.service,

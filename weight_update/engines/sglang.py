@@ -294,14 +294,21 @@ class SGLangEngine:
         return digests_of(self._client.checksums(deadline, phase))
 
     def _wait_until_idle(self, route: str, patience: int | None, deadline: Deadline) -> None:
-        seen, repeats = None, 0
-        while running := running_requests(self._client.loads(route, deadline)):
+        seen, repeats = 0, 0
+        while running := self._running(route, seen, deadline):
             repeats = repeats + 1 if running == seen else 0
             seen = running
             if patience is not None and repeats >= patience:
                 return
             if deadline.remaining() <= _POLL_SECONDS:
-                raise UpdateTimeout(
-                    f"{running} request(s) still run", engine=self.url, phase="drain"
-                )
+                raise self._never_idle(running)
             deadline.sleep(_POLL_SECONDS)
+
+    def _running(self, route: str, seen: int, deadline: Deadline) -> int | None:
+        try:
+            return running_requests(self._client.loads(route, deadline))
+        except UpdateTimeout as error:
+            raise (self._never_idle(seen) if seen else error) from None
+
+    def _never_idle(self, running: int) -> UpdateTimeout:
+        return UpdateTimeout(f"{running} request(s) still run", engine=self.url, phase="drain")

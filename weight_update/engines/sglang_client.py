@@ -194,10 +194,14 @@ class SGLangClient:
     ) -> None:
         """Posts and raises unless the answer is a yes; with ``flag`` it must say so itself."""
         response = self._call(route, phase, deadline, body, late=late)
-        answer = json_of(response)
-        success = answer.get("success", not flag) if isinstance(answer, dict) else False
-        if response.status_code != 200 or success is not True:
+        if response.status_code != 200 or not _says_yes(response, flag=flag):
             raise self._http.rejection(response, phase=phase)
+
+
+def _says_yes(response: requests.Response, *, flag: bool) -> bool:
+    # The body stays in here: it may repeat a key, and reporters send a traceback's variables.
+    answer = json_of(response)
+    return isinstance(answer, dict) and answer.get("success", not flag) is True
 
 
 def update_request(bucket: Bucket, *, group_name: str, flush: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import ConfigurationError, WeightUpdateError
+from weight_update.errors import ConfigurationError, EngineUnreachable, WeightUpdateError
 from weight_update.options import UpdateOptions
 from weight_update.transports import torch_private
 from weight_update.transports.address import check_address, choose_address, listen
@@ -139,8 +139,9 @@ class UpdateGroup:
         """Whether bytes of the last :meth:`broadcast` are still under way.
 
         Raises:
-            WeightUpdateError: A peer is gone, or the group was given up: an aborted NCCL
-                broadcast reads as completed, so what was given up is remembered here.
+            EngineUnreachable: A peer is gone.
+            WeightUpdateError: The group was given up: an aborted NCCL broadcast reads as
+                completed, so what was given up is remembered here.
         """
         if self.given_up:
             raise WeightUpdateError("the group was given up", phase="transfer")
@@ -152,7 +153,7 @@ class UpdateGroup:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise WeightUpdateError(f"the broadcast failed: {error}", phase="transfer") from error
+            raise EngineUnreachable(f"the broadcast failed: {error}", phase="transfer") from error
         self._works = []
         return False
 

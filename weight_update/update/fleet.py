@@ -249,7 +249,7 @@ def culprits(error: WeightUpdateError, members: Iterable[Member]) -> list[Member
         return named
     failed = [member for member in members if _failed(member)]
     if error.phase == "transfer":  # all are late when one is
-        return failed
+        return failed or named
     return failed + [member for member in named if member not in failed]
 
 

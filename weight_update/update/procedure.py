@@ -103,7 +103,7 @@ class Procedure:
         self._pause()
         self._each("drain", lambda m, _, d: m.engine.drain(self.rules.pause_mode, d))
         self._begin()
-        with self.watch.running("transfer"):
+        with self._running("transfer"):
             self._transfer(self._share_of("transfer"))
         self._end()
         self._flush()
@@ -177,6 +177,11 @@ class Procedure:
 
     def _objection_of(self, member: Member) -> str | None:
         mode, rules = self.rules.pause_mode, self.rules
+        if member.found_paused and rules.full and not rules.whole:
+            return (
+                "somebody else paused it, and may have left it half updated: push a whole model, "
+                "and not a mapping that may hold some weights only"
+            )
         stale = rules.full and rules.flush and not member.engine.can_flush(mode)
         if rules.refuse_stale and stale:
             return f"it cannot flush its prefix cache under pause_mode={mode!r}; use 'abort'"
@@ -184,13 +189,20 @@ class Procedure:
 
     # -- steps --------------------------------------------------------------------------
 
+    @contextmanager
+    def _running(self, phase: Phase) -> Iterator[None]:
+        for member in self.fleet.members:
+            member.call = None  # an answer of the step before is none to this one
+        with self.watch.running(phase):
+            yield
+
     def _share_of(self, phase: Phase) -> Deadline:
         patient = phase in _LONG and not self.rules.regroups
         return self.deadline.share(_LONG_SHARE if patient else _SHARE)
 
     def _each(self, phase: Phase, call: Callable[[Member, Attempt, Deadline], None]) -> None:
         deadline = self._share_of(phase)
-        with self.watch.running(phase):
+        with self._running(phase):
             self.fleet.each(phase, lambda m, a: call(m, a, deadline), deadline)
 
     def _pause(self) -> None:
@@ -386,8 +398,10 @@ class Procedure:
         """Raises if the wire broke or time is out; prefers the engine's own words."""
         try:
             self.group.moving()
-        except WeightUpdateError:
+        except WeightUpdateError as error:
             self._raise_culprit()
+            if len(self.fleet.members) == 1:
+                error.engine = self.fleet.members[0].url
             raise
         if deadline.expired():
             self.fleet.gather("transfer", deadline)

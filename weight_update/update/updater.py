@@ -318,6 +318,7 @@ class Updater:
         if not failed or left == 0 or left < self._needed or run.deadline.expired():
             self._release(fleet, run)
             raise error
+        self._release(Fleet(failed), run)
         for member in failed:
             member.left_out = True
             member.lost |= frozenset(weight.spec.name for weight in run.weights)

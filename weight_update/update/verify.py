@@ -9,6 +9,7 @@ compare with, the engine counts as unverified.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -29,6 +30,8 @@ from weight_update.weights.specs import Weight
 
 _SPREAD = 6
 _SHOWN = 3
+# Computed by the engine itself, and parts that some engines cannot cut out of a fused weight.
+_NOT_READ_BACK = re.compile(r"rotary_emb\.|\.[kv]_proj\.")
 # What an engine may keep a sent value as; read back, it is one of these, exactly.
 _KEPT_AS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +48,7 @@ def sample_of(names: Sequence[str]) -> list[str]:
         >>> sample_of(["embed.weight", "layers.0.q_proj.bias", "norm.weight", "lm_head.weight"])
         ['embed.weight', 'layers.0.q_proj.bias', 'norm.weight', 'lm_head.weight']
     """
-    readable = [name for name in names if "rotary_emb." not in name]
+    readable = [name for name in names if not _NOT_READ_BACK.search(name)]
     step = max(1, len(readable) // _SPREAD)
     kinds = (".bias", "norm.weight", "embed_tokens.weight")
     first = (next((name for name in readable if name.endswith(kind)), None) for kind in kinds)
