@@ -217,11 +217,15 @@ def test_whatever_fails_the_update_neither_hangs_nor_lies(
         check(combinations(phase, kind), record_property)
 
 
+#: Their calls let the clock of all run out while calls in other threads have not begun.
+MOVE_THE_CLOCK = ("hang", "hang_late", "stopped")
+
+
 @pytest.mark.parametrize("phase", PHASES, ids=lambda part: part.replace(" ", "-"))
 def test_the_same_holds_when_every_call_runs_in_a_thread_of_its_own(
     phase: str, record_property: Any
 ) -> None:
-    kinds = [kind for where, kind in cells() if where == phase]
+    kinds = [kind for where, kind in cells() if where == phase and kind not in MOVE_THE_CLOCK]
     chosen = [
         cell
         for index, kind in enumerate(kinds)

@@ -222,7 +222,6 @@ def run_soak(job: SoakJob, tell: Tell) -> SoakResult:
     Raises:
         RuntimeError: An engine did not start, or the clients' process ended.
     """
-    torch.set_num_threads(1)  # the engines need the cores
     tell(f"starting {job.engines} reference engines and {job.engines * job.clients} clients")
     with _engines(job) as engines, _environment(), _traffic(job, engines) as traffic:
         soak = _Soak(job, tell, engines, traffic)
@@ -245,11 +244,13 @@ def _engines(job: SoakJob) -> Iterator[list[ReferenceEngine]]:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """The pause mode changes from update to update, by its variable."""
-    before = os.environ.get(PAUSE_MODE_VARIABLE)
+    """The pause mode changes from update to update, by its variable; engines need the cores."""
+    before, threads = os.environ.get(PAUSE_MODE_VARIABLE), torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         os.environ.pop(PAUSE_MODE_VARIABLE, None)
         if before is not None:
             os.environ[PAUSE_MODE_VARIABLE] = before
