@@ -48,6 +48,7 @@ def test_two_servers_get_the_weights_in_one_call(pair: tuple[Served, Served]) ->
     assert [report.engines[p.server.url].state for p in pair] == [EngineState.NEW] * 2
     assert [served.server.label() for served in pair] == [str(report.version)] * 2
     assert all(served.serves(SEED_B) for served in pair)
+    assert report.verification == "checksum"
 
 
 def test_a_server_restarted_on_its_port_is_healed_by_the_next_update(

@@ -201,6 +201,7 @@ def check(cells: Iterable[Combination], count: Callable[[str, object], None], **
     found = [trouble for trial in trials for trouble in trial.run()]
     count("combinations tried in process", len(trials))
     count("combinations tried in process whose fault struck", sum(t.struck for t in trials))
+    assert any(trial.struck for trial in trials), "the fault never struck"
     assert not found, shown(found)
 
 

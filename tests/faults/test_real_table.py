@@ -88,7 +88,7 @@ def makes_sense(row: Row) -> bool:
     """Whether the route is called under this mode, and the fault is of use there."""
     _, _, where = FAULTS[row["fault"]]
     flushes_apart = row["mode"] == "retract" or row["phase"] != "flush"
-    drains = row["mode"] != "in_place" or row["phase"] != "drain"
+    drains = row["mode"] == "abort" or row["phase"] != "drain"  # of this release
     return flushes_apart and drains and (where is None or row["phase"] in where)
 
 
@@ -126,10 +126,12 @@ class Trial:
             self.buckets = self.sender.update_weights(kit.llama(0)).buckets
         self.version = self.sender.version
         self.error: WeightUpdateError | None = None
+        self.log = kit.Log(self.struck)
 
     def run(self) -> None:
         """Pushes model B and checks all that was promised."""
         report = self._push(kit.llama(1))
+        kit.wait_for(self._was_struck)
         assert report.version == self.sender.version
         moved = self.sender.version > self.version
         assert moved or self.error is not None
@@ -156,10 +158,18 @@ class Trial:
             assert torch.equal(value, before[name]), f"the trainer's {name} changed"
         return report
 
-    def _arm(self) -> Any:
+    def _target(self) -> tuple[str, int]:
+        """The route that is struck, and how many calls pass first."""
         path, after = PHASES[self.row["phase"]]
-        if after < 0:
-            after = self.buckets - 1
+        return path, self.buckets - 1 if after < 0 else after
+
+    def _was_struck(self) -> bool:
+        """Whether the call came that the fault waits for; signals strike by themselves."""
+        path, after = self._target()
+        return self.kind in SIGNALS or self.log.count(self.struck, path) > after
+
+    def _arm(self) -> Any:
+        path, after = self._target()
         if self.kind not in SIGNALS:
             fields: dict[str, Any] = {"seconds": 0.3} if self.kind == "slow" else {}
             fields |= {"status": 200} if self.kind == "non_json" else {}

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from weight_update import ConfigurationError, EngineRejected
 from weight_update.reference_engine import Fault, ReferenceEngine
@@ -78,6 +79,20 @@ def test_collectors_count_only_updates_that_reached_every_engine(
             seen.append((first.version, second.version, sender.version))
             assert {kit.label(e) for e in three} == {str(first.version)}
     assert seen == [(1, 1, 1), (1, 1, 1), (2, 2, 2)]
+
+
+def test_collectors_move_by_their_own_steps_from_wherever_they_were(
+    engine: ReferenceEngine,
+) -> None:
+    number, name = PolicyVersion("int"), PolicyVersion("uuid")
+    number.version = 40
+    with kit.make_sender(engine) as sender:
+        for collector in (number, name):
+            sender.register_collector(collector)
+        for _ in range(2):
+            sender.update_weights(kit.llama(1))
+    assert number.version == 42
+    assert len({change.new_version for change in name.version_history}) == 3
 
 
 def test_collectors_count_before_any_engine_continues(three: list[ReferenceEngine]) -> None:

@@ -18,11 +18,11 @@ from weight_update.waiting import spawn
 from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.extract import Metadata, device_of
 
-# Engines wait, paused, while collectors count.
-_COUNT_SECONDS = 5.0
-
 if TYPE_CHECKING:
     from weight_update.schemes.scheme import SGLangWeightSyncScheme
+
+# Engines wait, paused, while collectors count.
+_COUNT_SECONDS = 5.0
 
 
 class SGLangWeightSender:
@@ -141,7 +141,7 @@ class SGLangWeightSender:
         def source() -> Any:
             return self._model() if weights is None else weights
 
-        whole = weights is None or isinstance(weights, (nn.Module, Checkpoint))
+        whole = _is_whole(weights)
         return self._transport.update(source, self._count, whole=whole, progress=progress)
 
     def update_weights_async(
@@ -166,7 +166,7 @@ class SGLangWeightSender:
             A future of the report. :meth:`shutdown` cancels one that has not begun.
         """
         given = self._model() if weights is None else weights
-        whole = weights is None or isinstance(weights, (nn.Module, Checkpoint))
+        whole = _is_whole(weights)
         held = self._transport.snapshot(given) if snapshot else given
         return self._background.submit(
             lambda: self._transport.update(
@@ -187,7 +187,7 @@ class SGLangWeightSender:
         Raises:
             WeightUpdateError: As in :meth:`update_weights`.
         """
-        if weights is not None and not isinstance(weights, (nn.Module, Checkpoint)):
+        if not _is_whole(weights):
             raise ConfigurationError(
                 f"a whole model is needed, and a {type(weights).__name__} may hold some weights",
                 phase="plan",
@@ -229,7 +229,7 @@ class SGLangWeightSender:
 
     @property
     def version(self) -> int:
-        """The last version that every server confirmed; 0 before the first."""
+        """The last version that was counted; before the first, ``initial_version`` or 0."""
         return self._transport.version
 
     def shutdown(self) -> None:
@@ -294,6 +294,11 @@ class SGLangWeightSender:
             for collector, call in calls
             if (words := _trouble_of(call))
         ]
+
+
+def _is_whole(weights: Any) -> bool:
+    """Whether these are a whole model's, and not some that a mapping happens to hold."""
+    return weights is None or isinstance(weights, (nn.Module, Checkpoint))
 
 
 def _trouble_of(call: Future[Any]) -> str:

@@ -143,7 +143,7 @@ class SGLangCollectiveTransport:
 
     @property
     def version(self) -> int:
-        """The last version that every engine confirmed; 0 before the first."""
+        """The last version that was counted; before the first, ``initial_version`` or 0."""
         return self._updater.version
 
     def init_all_workers_group(

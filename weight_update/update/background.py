@@ -21,7 +21,7 @@ class Background:
 
     Example:
         >>> background = Background()
-        >>> background.submit(lambda: "a report").result()  # doctest: +SKIP
+        >>> background.submit(lambda: "a report").result()
         'a report'
     """
 

@@ -6,11 +6,19 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 
-from weight_update.errors import EngineRejected, Phase, UpdateTimeout, WeightUpdateError
+from weight_update.errors import (
+    EngineRejected,
+    EngineUnreachable,
+    Phase,
+    UpdateTimeout,
+    WeightUpdateError,
+)
+from weight_update.facts import Sighting
 from weight_update.report import EngineOutcome, EngineState, Verification
 from weight_update.update.protocols import Engine, Session
 from weight_update.waiting import Deadline, spawn
 
+SILENT = (EngineUnreachable, UpdateTimeout)
 MISLABELLED = "serves the weights of a failed update under an older label"
 
 
@@ -142,6 +150,18 @@ class Member:
         """Whether the last call ended without an error."""
         return self.call is not None and self.call.done() and self.call.exception() is None
 
+    @property
+    def failed_itself(self) -> bool:
+        """Whether its last call did not end well, and not only because another engine's did."""
+        if self.call is None or not self.call.done():
+            return self.call is not None
+        error = self.call.exception()
+        return error is not None and not is_consequence(error)
+
+    def is_another(self, seen: Sighting) -> bool:
+        """Whether what is seen is another start of the server than the one known."""
+        return None not in (seen.instance, self.instance) and seen.instance != self.instance
+
     def start(self, attempt: Attempt) -> None:
         """Starts an attempt; what the last one left behind on the engine is kept."""
         self.attempt, self.call, self.detail = attempt, None, ""
@@ -188,10 +208,6 @@ class Fleet:
     def identity(self) -> tuple[tuple[str, int], ...]:
         """Which engines these are, each as of its last start."""
         return tuple((member.url, member.incarnation) for member in self.members)
-
-    def outcomes(self) -> dict[str, EngineOutcome]:
-        """State of each engine, by URL."""
-        return {member.url: member.outcome() for member in self.members}
 
     def start(self, call: Callable[[Member, Attempt], None]) -> None:
         """Starts ``call`` on every engine; :meth:`gather` waits for it."""
@@ -247,21 +263,21 @@ def culprits(error: WeightUpdateError, members: Iterable[Member]) -> list[Member
     named = [member for member in members if member.url in error.engines]
     if error.phase == "connect":  # who came to the rendezvous waits, and is not to blame
         return named
-    failed = [member for member in members if _failed(member)]
+    failed = [m for m in members if m.state is EngineState.UNREACHABLE or m.failed_itself]
     if error.phase == "transfer":  # all are late when one is
         return failed or named
     return failed + [member for member in named if member not in failed]
 
 
-def _failed(member: Member) -> bool:
-    if member.state is EngineState.UNREACHABLE:
-        return True
-    if member.call is None:
+def answers(engine: Engine, deadline: Deadline) -> bool:
+    """Tells an engine that is lost from one that is only slow to answer one call, or says no."""
+    try:
+        engine.label(deadline)
+    except SILENT:
         return False
-    if not member.call.done():
+    except WeightUpdateError:
         return True
-    error = member.call.exception()
-    return error is not None and not is_consequence(error)
+    return True
 
 
 def raise_first(calls: Iterable[Future[None]]) -> None:

@@ -29,7 +29,7 @@ from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
 from weight_update.update.progress import Meter
 from weight_update.update.protocols import Group, Packer, Session
 from weight_update.update.rules import UpdateRules
-from weight_update.update.settle import GRACE_SECONDS, RESTARTED, settle
+from weight_update.update.settle import GRACE_SECONDS, RESTARTED, Failure, settle
 from weight_update.update.verify import check_names, demand, learn, prove, verify_fleet
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan
@@ -38,7 +38,8 @@ _WATCH_SECONDS = 0.02
 # How long an engine's own words are waited for once the wire broke.
 _CULPRIT_SECONDS = 0.5
 # A step gets half of what is left, so that one that hangs leaves time for others to go on
-# without its engine. The two that may rightly take long get nearly all, unless others would.
+# without its engine. The two that may rightly take long get nearly all of it, unless a quorum
+# may go on.
 _SHARE = 0.5
 _LONG_SHARE = 0.9
 _LONG: frozenset[Phase] = frozenset({"transfer", "flush"})
@@ -115,9 +116,9 @@ class Procedure:
     def _settle(self, error: BaseException) -> None:
         self._believe_answers()
         grace = self.deadline.afresh(GRACE_SECONDS)
+        failure = Failure(self.group, self.rules, self.watch.phase, error, grace, self._prove)
         try:
-            phase = self.watch.phase
-            settle(self.fleet, self.group, self.rules, phase, error, grace, self._prove)
+            settle(self.fleet, failure)
         except Exception as second:  # noqa: BLE001 - the first error is the one to raise
             error.add_note(f"settling the engines failed as well: {second!r}")
 
@@ -129,8 +130,8 @@ class Procedure:
         """Takes note of what single engines confirmed in a step that failed on others."""
         done = {"flush": self._flushed, "stamp": self._stamped, "continue": self._continued}
         note = done.get(self.watch.phase)
-        for member in self.fleet.members if note else ():
-            if note and member.answered_well:
+        for member in self.fleet.members:
+            if note is not None and member.answered_well:
                 note(member)
 
     # -- before the pause ---------------------------------------------------------------
@@ -431,8 +432,7 @@ def _look_again(
 ) -> None:
     """A server that started anew says yes to everything, on the weights it started with."""
     seen = member.engine.observe(deadline)
-    other = None not in (seen.instance, member.instance) and seen.instance != member.instance
-    if other or seen.label not in (None, label, attempt.label):
+    if member.is_another(seen) or seen.label not in (None, label, attempt.label):
         raise _restarted(member, phase)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 
-from weight_update.errors import ConfigurationError, EngineUnreachable, WeightUpdateError
+from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.facts import Sighting
 from weight_update.report import EngineOutcome, EngineState
-from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.update.fleet import SILENT, Attempt, Fleet, Member, answers
 from weight_update.update.protocols import Engine
 from weight_update.update.versions import counts_on
 from weight_update.waiting import Deadline, spawn
@@ -115,7 +115,7 @@ class Roster:
         calls = [(member, spawn(member.engine.label, soon)) for member in lost]
         wait([call for _, call in calls], timeout=soon.remaining() + _PROBE_SECONDS)
         for member, call in calls:
-            member.left_out = not (call.done() and _answered(call.exception()))
+            member.left_out = not (call.done() and not isinstance(call.exception(), SILENT))
             if member.left_out:
                 member.state, member.detail = EngineState.UNREACHABLE, "did not come back"
 
@@ -153,7 +153,7 @@ class Roster:
 
     def note_the_dead(self) -> None:
         """After a failure before the pause: tells which engines are lost, or started anew."""
-        failed = [member for member in self.members if _call_failed(member)]
+        failed = [m for m in self.members if m.call is not None and not m.answered_well]
         looks = [(member, spawn(_presence, member.engine)) for member in failed]
         wait([look for _, look in looks], timeout=2 * _PROBE_SECONDS)
         for member, look in looks:
@@ -163,11 +163,6 @@ class Roster:
             elif seen is None:
                 member.state = EngineState.UNREACHABLE
                 member.detail = member.detail or _words_of(member)
-
-
-def _call_failed(member: Member) -> bool:
-    call = member.call
-    return call is not None and (not call.done() or call.exception() is not None)
 
 
 def _words_of(member: Member) -> str:
@@ -181,13 +176,13 @@ def _presence(engine: Engine) -> Sighting | bool | None:
     try:
         return engine.observe(Deadline(_PROBE_SECONDS))
     except WeightUpdateError:
-        return _answers(engine) or None
+        return answers(engine, Deadline(_PROBE_SECONDS)) or None
 
 
-def _answer_of(call: object) -> tuple[str, ...]:
+def _answer_of(call: Future[tuple[str, ...]]) -> tuple[str, ...]:
     """A router's workers; whoever does not answer is asked again when it is inspected."""
     try:
-        return tuple(call.result())  # type: ignore[attr-defined]
+        return call.result()
     except ConfigurationError:
         raise
     except WeightUpdateError:
@@ -204,20 +199,8 @@ def _take_note(member: Member, seen: Sighting) -> None:
 
 def _started_anew(member: Member, seen: Sighting) -> bool:
     """Another instance, or a label that went back; one that went on is another trainer's."""
-    known = None not in (seen.instance, member.instance)
-    if known and seen.instance != member.instance:
+    if member.is_another(seen):
         return True
+    known = None not in (seen.instance, member.instance)
     went_on = known and counts_on(member.label, seen.label)
     return member.label not in (None, seen.label) and not went_on
-
-
-def _answered(error: BaseException | None) -> bool:
-    return not isinstance(error, (EngineUnreachable, TimeoutError))
-
-
-def _answers(engine: Engine) -> bool:
-    try:
-        engine.label(Deadline(_PROBE_SECONDS))
-    except WeightUpdateError as error:
-        return _answered(error)
-    return True

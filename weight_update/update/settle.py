@@ -12,16 +12,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from weight_update.errors import (
-    EngineUnreachable,
-    Phase,
-    UpdateTimeout,
-    WeightMismatchError,
-    WeightUpdateError,
-)
+from weight_update.errors import Phase, WeightMismatchError, WeightUpdateError
 from weight_update.facts import Sighting
 from weight_update.report import EngineState
-from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
+from weight_update.update.fleet import SILENT, Attempt, Fleet, Member, answers
 from weight_update.update.protocols import Engine, Group
 from weight_update.update.rules import UpdateRules
 from weight_update.waiting import Deadline, spawn
@@ -43,7 +37,6 @@ FOUND_PAUSED = (
     "full push resumes it"
 )
 RESTARTED = "it restarted during the update and holds the weights that it started with"
-_SILENT = (EngineUnreachable, UpdateTimeout)
 # Phases that end before engines have proved what they hold.
 _UNPROVEN = ("transfer", "end", "flush")
 
@@ -64,42 +57,37 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class _Failure:
-    """What ended the attempt, and how long its engines may take to be settled."""
+class Failure:
+    """What ended an attempt, and how long its engines may take to be settled.
+
+    Attributes:
+        group: The group of the attempt.
+        rules: The rules of the attempt.
+        phase: The step that failed.
+        error: Why it failed.
+        grace: How long all of settling may take.
+        prove: Raises WeightMismatchError if an engine does not hold what it confirmed.
+    """
 
     group: Group
     rules: UpdateRules
     phase: Phase
+    error: BaseException
     grace: Deadline
     prove: Prove
 
 
-def settle(
-    fleet: Fleet,
-    group: Group,
-    rules: UpdateRules,
-    phase: Phase,
-    error: BaseException,
-    grace: Deadline,
-    prove: Prove,
-) -> None:
+def settle(fleet: Fleet, failure: Failure) -> None:
     """Brings every engine of a failed attempt into a known state, all at once, bounded.
 
-    Args:
-        fleet: The engines.
-        group: The group of the attempt; given up if bytes may be under way in it, or if an
-            engine was lost and with it a rank of the group.
-        rules: The rules of the attempt.
-        phase: The step that failed.
-        error: Why it failed.
-        grace: How long all of it may take.
-        prove: Raises WeightMismatchError if an engine does not hold what it confirmed.
+    The group is given up if bytes may be under way in it, or if an engine was lost and with it
+    a rank of the group.
     """
-    if phase == "transfer":
-        group.give_up()
-    failure = _Failure(group, rules, phase, grace, prove)
+    if failure.phase == "transfer":
+        failure.group.give_up()
     tasks = {m.url: spawn(_settle_engine, m, failure) for m in fleet.members}
-    interrupt = _wait_out(tasks.values(), grace)
+    interrupt = _wait_out(tasks.values(), failure.grace)
+    error = failure.error
     culprit = getattr(error, "engine", None)
     for member in fleet.members:
         task = tasks[member.url]
@@ -107,7 +95,7 @@ def settle(
         result = task.result() if known else _unsettled(member, task.done() and task.exception())
         _note(member, result, str(getattr(error, "message", "")) if member.url == culprit else "")
     if any(member.state is EngineState.UNREACHABLE for member in fleet.members):
-        group.give_up()
+        failure.group.give_up()
     if interrupt is not None:
         raise interrupt
 
@@ -150,12 +138,12 @@ def _unsettled(member: Member, error: object) -> Settled:
     )
 
 
-def _settle_engine(member: Member, failure: _Failure) -> Settled:
+def _settle_engine(member: Member, failure: Failure) -> Settled:
     engine, attempt, grace = member.engine, member.attempt, failure.grace
     if failure.phase == "transfer":
         spawn(_leave, engine, failure.group.name, grace)
     words = _await_answer(member, failure.phase, grace)
-    suspect = bool(attempt.suspicion) or _call_failed(member)
+    suspect = bool(attempt.suspicion) or member.failed_itself
     anew = _started_anew(member, grace)
     if anew is not None:
         return _hold_anew(member, failure, anew)
@@ -163,7 +151,7 @@ def _settle_engine(member: Member, failure: _Failure) -> Settled:
     trouble = _close(attempt, early) if member.maybe_open else ""
     state, doubt = _holds(member, failure, early, trouble=bool(trouble))
     paused, lost = _let_go(member, state, failure)
-    if (lost or trouble or suspect or doubt) and not _reachable(engine, grace):
+    if (lost or trouble or suspect or doubt) and not answers(engine, grace.at_most(_PROBE_SECONDS)):
         state = EngineState.UNREACHABLE
     foreign = FOUND_PAUSED if state is EngineState.OLD and member.found_paused else ""
     detail = doubt or lost or trouble or foreign or words
@@ -171,7 +159,7 @@ def _settle_engine(member: Member, failure: _Failure) -> Settled:
 
 
 def _holds(
-    member: Member, failure: _Failure, deadline: Deadline, *, trouble: bool
+    member: Member, failure: Failure, deadline: Deadline, *, trouble: bool
 ) -> tuple[EngineState, str]:
     """What the engine holds, and the doubt that is left about it."""
     attempt, rules = member.attempt, failure.rules
@@ -186,7 +174,7 @@ def _holds(
     return (EngineState.MIXED if doubt else EngineState.OLD), doubt
 
 
-def _check_word(member: Member, failure: _Failure, deadline: Deadline) -> None:
+def _check_word(member: Member, failure: Failure, deadline: Deadline) -> None:
     """A yes may have come from an engine that received nothing; in a broken broadcast above all."""
     try:
         failure.prove(member, deadline)
@@ -195,7 +183,7 @@ def _check_word(member: Member, failure: _Failure, deadline: Deadline) -> None:
             member.attempt.suspicion = error.message
 
 
-def _let_go(member: Member, state: EngineState, failure: _Failure) -> tuple[bool, str]:
+def _let_go(member: Member, state: EngineState, failure: Failure) -> tuple[bool, str]:
     """Resumes the engine if it may be; whether it may be paused still, and why."""
     held = state is EngineState.MIXED and failure.rules.on_failure == "hold"
     foreign = state is EngineState.OLD and member.found_paused
@@ -208,26 +196,16 @@ def _let_go(member: Member, state: EngineState, failure: _Failure) -> tuple[bool
     return _resume(member.engine, grace.at_most(grace.remaining() - _PROBE_SECONDS))
 
 
-def _call_failed(member: Member) -> bool:
-    """Whether the engine's own call did not end well; others only waited for it."""
-    call = member.call
-    if call is None or not call.done():
-        return call is not None
-    error = call.exception()
-    return error is not None and not is_consequence(error)
-
-
 def _started_anew(member: Member, grace: Deadline) -> Sighting | None:
     """What the server shows, if it is not the one that the attempt began with."""
     try:
         seen = member.engine.observe(grace.at_most(_PROBE_SECONDS))
     except WeightUpdateError:
         return None
-    other = None not in (seen.instance, member.instance) and seen.instance != member.instance
-    return seen if other else None
+    return seen if member.is_another(seen) else None
 
 
-def _hold_anew(member: Member, failure: _Failure, anew: Sighting) -> Settled:
+def _hold_anew(member: Member, failure: Failure, anew: Sighting) -> Settled:
     """A server that restarted serves the weights it started with: it waits for a full push."""
     engine, hold = member.engine, failure.rules.on_failure == "hold"
     deadline = failure.grace.at_most(RESUME_SECONDS)
@@ -279,7 +257,7 @@ def _close(attempt: Attempt, deadline: Deadline) -> str:
         return ""
     try:
         attempt.session.recover(deadline)
-    except _SILENT as error:
+    except SILENT as error:
         return error.message
     except WeightUpdateError as error:
         attempt.suspicion = attempt.suspicion or error.message
@@ -315,14 +293,3 @@ def _resume(engine: Engine, grace: Deadline) -> tuple[bool, str]:
     except WeightUpdateError as error:
         return True, f"could not be resumed: {error.message}"
     return False, ""
-
-
-def _reachable(engine: Engine, grace: Deadline) -> bool:
-    """Tells an engine that is lost from one that is only slow to answer one call."""
-    try:
-        engine.label(grace.at_most(_PROBE_SECONDS))
-    except _SILENT:
-        return False
-    except WeightUpdateError:
-        return True
-    return True

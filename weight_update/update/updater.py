@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ _log = logging.getLogger("weight_update")
 
 _FLUSH_SECONDS = 30.0
 _RECOVERY_POLL_SECONDS = 0.5
+_JUDGE_SECONDS = 1.0
 # What an engine can do to an attempt; everything else would fail without it as well.
 _ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
@@ -312,6 +314,8 @@ class Updater:
     def _go_on_without_culprits(self, error: WeightUpdateError, fleet: Fleet, run: _Run) -> None:
         """Leaves out the engines that failed, or raises if too few would be left."""
         if run.watch.phase in ("plan", "connect"):
+            # Nobody is judged while it answers: one that fails ends a step for all.
+            wait(fleet.calls(), timeout=run.deadline.at_most(_JUDGE_SECONDS).remaining())
             self.roster.note_the_dead()
         failed = culprits(error, fleet.members)
         left = len(fleet.members) - len(failed)
