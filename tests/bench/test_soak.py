@@ -213,7 +213,7 @@ def steady(count: int = 50) -> list[Vitals]:
         (lambda i: Vitals(400_000_000 + 2_000_000 * i, 7, 30, 0), "memory"),
         (lambda i: Vitals(400_000_000, 7 + i // 5, 30, 0), "threads"),
         (lambda i: Vitals(400_000_000, 7, 30 + i // 4, 0), "descriptors"),
-        (lambda i: Vitals(400_000_000, 7, 30, i // 4), "CLOSE_WAIT"),
+        (lambda i: Vitals(400_000_000, 7, 30 + i // 8, i // 8), "CLOSE_WAIT"),
     ],
 )
 def test_what_grows_is_not_flat(growth: Any, figure: str):
@@ -224,6 +224,12 @@ def test_what_grows_is_not_flat(growth: Any, figure: str):
 
 def test_what_stays_is_flat():
     assert all(trend.flat for trend in trends("it", steady()))
+
+
+def test_a_full_pool_of_idle_connections_is_flat():
+    pooled = [Vitals(400_000_000, 7, 30 + min(i, 4), min(i, 4)) for i in range(50)]
+
+    assert all(trend.flat for trend in trends("it", pooled))
 
 
 def test_a_few_samples_are_not_judged():

@@ -11,8 +11,8 @@ from statistics import median
 
 _MEGABYTE = 1_000_000
 _CLOSE_WAIT = "08"
-# A sender's pool holds four connections to an engine, of which one is in use.
-_SPARE_CONNECTIONS = 3
+# Connections that a sender's pool keeps to each engine.
+_POOLED = 4
 # Fewer than these cannot tell a leak from a warm-up.
 ENOUGH_SAMPLES = 15
 
@@ -107,30 +107,30 @@ class Trend:
 def trends(who: str, samples: Sequence[Vitals], *, peers: int = 1) -> list[Trend]:
     """The trend of each figure; none of so few samples that they say nothing.
 
-    Threads may grow by 2, memory by 5 % or 20 MB, whichever is more. Descriptors and sockets
-    may grow by 2 and the spare connections that a sender's pool keeps to each engine.
+    Threads and descriptors in use may grow by 2, memory by 5 % or 20 MB, whichever is more.
+    Connections that the other side closed wait in a sender's pool, as many as that holds.
 
     Args:
         who: The process.
         samples: What it held, in order.
-        peers: How many processes it has such connections with.
+        peers: How many processes a pool of it talks to.
     """
     if len(samples) < ENOUGH_SAMPLES:
         return []
     fifth = len(samples) // 5
     early, late = samples[fifth : 2 * fifth], samples[-fifth:]
-    sockets = 2 + _SPARE_CONNECTIONS * peers
+    idle = [v.close_wait for v in early]
+    room = _POOLED * peers - median(idle)
     return [
         _trend(f"threads of {who}", [v.threads for v in early], [v.threads for v in late], 2),
-        _trend(f"descriptors of {who}", [v.fds for v in early], [v.fds for v in late], sockets),
-        _trend(
-            f"sockets in CLOSE_WAIT of {who}",
-            [v.close_wait for v in early],
-            [v.close_wait for v in late],
-            sockets,
-        ),
+        _trend(f"descriptors in use of {who}", _in_use(early), _in_use(late), 2),
+        _trend(f"sockets in CLOSE_WAIT of {who}", idle, [v.close_wait for v in late], room),
         _memory_trend(who, early, late),
     ]
+
+
+def _in_use(samples: Sequence[Vitals]) -> list[int]:
+    return [v.fds - v.close_wait for v in samples]
 
 
 def _trend(what: str, early: Sequence[float], late: Sequence[float], allowed: float) -> Trend:

@@ -184,9 +184,10 @@ and of every answer to a client that it came, whole, and that each token is what
 it names says. A connection may break only if its engine was killed.
 
 Memory, threads and descriptors of each process are noted all along. Their medians of the last
-fifth of the run may lie above those of the second fifth by 2 threads, by 5 % of memory or 20 MB,
-whichever is more, and by 2 descriptors and the 3 spare connections that a sender may keep to
-each engine. Of an engine, its longest life counts. Fewer than 15 samples are not judged.
+fifth of the run may lie above those of the second fifth by 2 threads, 2 descriptors in use, and
+5 % of memory or 20 MB, whichever is more; connections that an engine closed may wait in a
+sender's pool, up to the 4 an engine that it holds. Of an engine, its longest life counts. Fewer
+than 15 samples are not judged.
 
 \b
 Example: the whole (about half an hour), with its picture, and a quick look

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -34,9 +33,6 @@ from weight_update.waiting import Deadline
 _POLL_SECONDS = 0.02
 _FROZEN_POLLS = 10
 _FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-# The server cuts these out of a fused weight behind its first part, whose length it takes to be
-# the hidden size: wrong for some head sizes.
-_BEHIND = re.compile(r"\.[kv]_proj\..*")
 
 
 class SGLangEngine:
@@ -60,7 +56,6 @@ class SGLangEngine:
         self._layout = SGLangLayout(ranks=None, disaggregated=False)
         self._model = SGLangModel()
         self._runtime: RuntimeNames | None = None
-        self._square: bool | None = None
         self._stands_still = False
 
     def inspect(self, deadline: Deadline) -> None:
@@ -79,7 +74,7 @@ class SGLangEngine:
         self._capabilities = read_capabilities(
             release if isinstance(release, str) else "", routes, url=self.url
         )
-        self._model, self._runtime, self._square = model_of(info, model), None, None
+        self._model, self._runtime = model_of(info, model), None
 
     @property
     def capabilities(self) -> SGLangCapabilities:
@@ -139,7 +134,7 @@ class SGLangEngine:
 
     def first_values(self, name: str, deadline: Deadline) -> tuple[float, ...] | None:
         """The start of a weight's first row, or None when the server cannot be trusted with it."""
-        if not self._model.plain or not self._is_well_placed(name, deadline):
+        if not self._model.plain:
             return None
         return first_row_of(self._client.first_row(name, deadline))
 
@@ -279,16 +274,6 @@ class SGLangEngine:
                 phase="connect",
                 remedy="give the server's root URL (without /v1), and not another service's",
             )
-
-    def _is_well_placed(self, name: str, deadline: Deadline) -> bool:
-        """Whether the server finds a weight: queries are as long as the hidden size, or none."""
-        if not _BEHIND.search(name):
-            return True
-        if self._square is None:
-            siblings = (_BEHIND.sub(f".{letter}_proj.weight", name) for letter in "qo")
-            rows = [first_row_of(self._client.first_row(each, deadline)) for each in siblings]
-            self._square = None not in rows and len(rows[0] or ()) == len(rows[1] or ())
-        return self._square
 
     def _digests(self, deadline: Deadline, phase: Phase) -> Digests | None:
         return digests_of(self._client.checksums(deadline, phase))

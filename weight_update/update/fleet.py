@@ -56,6 +56,17 @@ class Attempt:
     suspicion: str = ""
 
     @property
+    def begun(self) -> Session:
+        """The engine's update.
+
+        Raises:
+            WeightUpdateError: None was begun.
+        """
+        if self.session is None:
+            raise WeightUpdateError("no update was begun", phase="begin")
+        return self.session
+
+    @property
     def complete(self) -> bool:
         """Whether the engine surely holds everything."""
         return 0 < self.buckets == self.confirmed and not self.suspicion

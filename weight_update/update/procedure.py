@@ -9,8 +9,7 @@ the report names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,56 +17,26 @@ import torch
 
 from weight_update.errors import (
     ConfigurationError,
-    EngineRejected,
     EngineUnreachable,
     Phase,
-    UpdateTimeout,
-    WeightUpdateError,
 )
 from weight_update.options import PauseMode
-from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
-from weight_update.update.progress import Meter
-from weight_update.update.protocols import Group, Packer, Session
+from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.update.progress import Stopwatch
+from weight_update.update.protocols import Group, Packer
 from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import GRACE_SECONDS, RESTARTED, Failure, settle
+from weight_update.update.transfer import Transfer
 from weight_update.update.verify import check_names, demand, learn, prove, verify_fleet
 from weight_update.waiting import Deadline, spawn
-from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.buckets import Plan
 
-_WATCH_SECONDS = 0.02
-# How long an engine's own words are waited for once the wire broke.
-_CULPRIT_SECONDS = 0.5
 # A step gets half of what is left, so that one that hangs leaves time for others to go on
 # without its engine. The two that may rightly take long get nearly all of it, unless a quorum
 # may go on.
 _SHARE = 0.5
 _LONG_SHARE = 0.9
 _LONG: frozenset[Phase] = frozenset({"transfer", "flush"})
-
-
-class Stopwatch:
-    """Seconds by phase, and which phase runs now."""
-
-    def __init__(self, meter: Meter | None = None) -> None:
-        self.meter = meter or Meter()
-        self.seconds: dict[str, float] = {}
-        self.phase: Phase = "plan"
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def running(self, phase: Phase) -> Iterator[None]:
-        """Times a phase; a failure inside it leaves the phase's name behind."""
-        self.phase = phase
-        self.meter.enter(phase)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def finish(self) -> dict[str, float]:
-        """All seconds so far, with ``total``."""
-        return {**self.seconds, "total": time.perf_counter() - self._start}
 
 
 @dataclass
@@ -220,7 +189,7 @@ class Procedure:
             member.attempt.session = member.engine.session()
 
         def begin(member: Member, attempt: Attempt, deadline: Deadline) -> None:
-            found_open = _session_of(attempt).open(deadline)
+            found_open = attempt.begun.open(deadline)
             attempt.found_open = found_open and member.url not in ours
 
         self._each("begin", begin)
@@ -233,8 +202,15 @@ class Procedure:
                     remedy="push a whole model, not a mapping that may hold some weights only",
                 )
 
+    def _transfer(self, deadline: Deadline) -> None:
+        packed, self._packed = self._packed, []
+        transfer = Transfer(
+            self.fleet, self.group, self.packer, self.plan, self.rules, deadline, self.watch.meter
+        )
+        transfer.run(packed)
+
     def _end(self) -> None:
-        self._each("end", lambda _, attempt, d: _session_of(attempt).close(d))
+        self._each("end", lambda _, attempt, d: attempt.begun.close(d))
         for member in self.fleet.members:
             member.maybe_open = False
 
@@ -318,109 +294,6 @@ class Procedure:
     def _continued(self, member: Member) -> None:
         member.maybe_paused = _unfit(member)
 
-    # -- transfer -----------------------------------------------------------------------
-
-    def _transfer(self, deadline: Deadline) -> None:
-        """Packs each bucket while the one before it travels; none is held once it arrived."""
-        buckets = self.plan.buckets
-        packed, self._packed = self._packed, []
-        for index, bucket in enumerate(buckets):
-            self._send(bucket, packed, deadline, last=index == len(buckets) - 1)
-            if index + 1 < len(buckets):
-                packed = self.packer.pack(buckets[index + 1])
-            self._await_bucket(deadline)
-            self.watch.meter.confirm(bucket)
-
-    def _send(
-        self, bucket: Bucket, packed: list[torch.Tensor], deadline: Deadline, *, last: bool
-    ) -> None:
-        def apply(member: Member, attempt: Attempt) -> None:
-            flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
-            try:
-                _session_of(attempt).apply(
-                    bucket,
-                    group_name=self.group.name,
-                    flush=last and flush,
-                    deadline=deadline,
-                )
-            except EngineRejected as error:
-                self._note_refusal(attempt, error)
-            except Exception as error:
-                attempt.suspicion = str(getattr(error, "message", error))
-                raise
-            attempt.confirmed += 1
-
-        names = frozenset(spec.name for spec in bucket.specs)
-        for member in self.fleet.members:
-            member.attempt.names |= names
-        self.fleet.start(apply)
-        self.group.broadcast(packed)
-
-    def _note_refusal(self, attempt: Attempt, error: EngineRejected) -> None:
-        """Raises unless the engine did what the attempt needed all the same."""
-        if error.applied == "all":
-            attempt.flush_refused = True  # loaded; the flush step asks again
-        elif error.applied == "partly" and not self.rules.full:
-            return  # a loader tripped over a warm-up's number, which was received
-        else:
-            if error.applied != "nothing":
-                attempt.suspicion = error.message
-            raise error
-
-    def _await_bucket(self, deadline: Deadline) -> None:
-        """Watches every engine's answer while the bytes move; the first no ends the attempt."""
-        calls = self.fleet.calls()
-        pending = set(calls)
-        while pending:
-            done, pending = wait(pending, _WATCH_SECONDS, return_when=FIRST_EXCEPTION)
-            if any(call.exception() for call in done):
-                self._raise_culprit()
-            if pending:
-                self._check_wire(deadline)
-        self._drain_wire(deadline)
-
-    def _raise_culprit(self) -> None:
-        """Raises the error of the engine that began it.
-
-        When one engine dies, the others fail to receive, and may be the first to say so.
-        """
-        calls = self.fleet.calls()
-        end = self.deadline.at_most(_CULPRIT_SECONDS)
-        errors = _errors_of(calls)
-        while all(map(is_consequence, errors)) and not all(c.done() for c in calls):
-            if end.expired():
-                break
-            end.sleep(_WATCH_SECONDS)
-            errors = _errors_of(calls)
-        for error in sorted(errors, key=is_consequence):
-            raise error
-
-    def _check_wire(self, deadline: Deadline) -> None:
-        """Raises if the wire broke or time is out; prefers the engine's own words."""
-        try:
-            self.group.moving()
-        except WeightUpdateError as error:
-            self._raise_culprit()
-            if len(self.fleet.members) == 1:
-                error.engine = self.fleet.members[0].url
-            raise
-        if deadline.expired():
-            self.fleet.gather("transfer", deadline)
-
-    def _drain_wire(self, deadline: Deadline) -> None:
-        """All engines said yes: what they confirmed must have left by now."""
-        pause = 1e-5
-        while self.group.moving():
-            if deadline.expired():
-                for member in self.fleet.members:
-                    member.attempt.suspicion = "it confirmed a bucket that it never received"
-                raise UpdateTimeout(
-                    "every engine confirmed the bucket, but its bytes never left",
-                    phase="transfer",
-                )
-            deadline.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-
 
 def _stamp(member: Member, attempt: Attempt, label: str, deadline: Deadline) -> None:
     member.engine.stamp(label, deadline)
@@ -446,16 +319,6 @@ def _restarted(member: Member, phase: Phase) -> EngineUnreachable:
     )
 
 
-def _errors_of(calls: Sequence[Future[None]]) -> list[BaseException]:
-    return [error for call in calls if call.done() and (error := call.exception())]
-
-
 def _unfit(member: Member) -> bool:
     """Whether only a full push may let it serve: it is mixed, or somebody else paused it."""
     return bool(member.doubt) or member.found_paused
-
-
-def _session_of(attempt: Attempt) -> Session:
-    if attempt.session is None:
-        raise WeightUpdateError("no update was begun", phase="begin")
-    return attempt.session

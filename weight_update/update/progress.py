@@ -1,9 +1,12 @@
-"""How far an update is, told to the caller's hook."""
+"""How far an update is, told to the caller's hook, and the seconds that each phase took."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 
 from weight_update.errors import Phase
@@ -58,3 +61,28 @@ class Meter:
             self._hook = None
             words = repr(error) if error else f"no return within {_HOOK_SECONDS:.0f} s"
             _log.warning("the progress hook failed and is not called again: %s", words)
+
+
+class Stopwatch:
+    """Seconds by phase, and which phase runs now."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self.meter = meter or Meter()
+        self.seconds: dict[str, float] = {}
+        self.phase: Phase = "plan"
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def running(self, phase: Phase) -> Iterator[None]:
+        """Times a phase; a failure inside it leaves the phase's name behind."""
+        self.phase = phase
+        self.meter.enter(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def finish(self) -> dict[str, float]:
+        """All seconds so far, with ``total``."""
+        return {**self.seconds, "total": time.perf_counter() - self._start}

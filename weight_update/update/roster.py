@@ -62,6 +62,12 @@ class Roster:
             raise ConfigurationError(
                 "no such engine in the fleet", engine=url, remedy=f"there are {self.urls}"
             )
+        if url in self._behind:
+            raise ConfigurationError(
+                f"it is there because the router {self._behind[url]} names it",
+                engine=url,
+                remedy="take it out of the router, or remove the router and add its workers",
+            )
         if len(gone) == len(self.members):
             raise ConfigurationError("the last engine of a fleet cannot be removed", engine=url)
         self._routers.pop(url, None)

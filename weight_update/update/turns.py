@@ -69,7 +69,7 @@ def _locked(url: str, when_busy: WhenBusy, deadline: Deadline) -> Iterator[None]
     try:
         handle = os.open(_lock_file(url), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        _log.debug("no lock file for %s: %s", url, error)
+        _log.warning("other processes are not kept away from %s: %s", url, error)
         yield
         return
     try:

@@ -24,8 +24,8 @@ from weight_update.options import UpdateOptions, check_quorum
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.update.connect import leave
 from weight_update.update.fleet import Attempt, Fleet, Member, culprits
-from weight_update.update.procedure import Procedure, Stopwatch
-from weight_update.update.progress import Meter
+from weight_update.update.procedure import Procedure
+from weight_update.update.progress import Meter, Stopwatch
 from weight_update.update.protocols import Engine, Group, Packer
 from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules

@@ -1,0 +1,145 @@
+"""The transfer: each bucket is announced to every engine and broadcast to all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+
+import torch
+
+from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError
+from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
+from weight_update.update.progress import Meter
+from weight_update.update.protocols import Group, Packer
+from weight_update.update.rules import UpdateRules
+from weight_update.waiting import Deadline
+from weight_update.weights.buckets import Bucket, Plan
+
+_WATCH_SECONDS = 0.02
+# How long an engine's own words are waited for once the wire broke.
+_CULPRIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """All buckets of a plan on their way to every engine of a fleet."""
+
+    fleet: Fleet
+    group: Group
+    packer: Packer
+    plan: Plan
+    rules: UpdateRules
+    deadline: Deadline
+    meter: Meter
+
+    def run(self, packed: list[torch.Tensor]) -> None:
+        """Sends all buckets; each is packed while the one before it travels.
+
+        Args:
+            packed: The first bucket's tensors; none is held once it arrived.
+
+        Raises:
+            EngineRejected: An engine refused a bucket; the others' calls may still run.
+            EngineUnreachable: A peer is gone.
+            UpdateTimeout: A bucket had not arrived everywhere at the deadline.
+        """
+        buckets = self.plan.buckets
+        for index, bucket in enumerate(buckets):
+            self._send(bucket, packed, last=index == len(buckets) - 1)
+            if index + 1 < len(buckets):
+                packed = self.packer.pack(buckets[index + 1])
+            self._await_bucket()
+            self.meter.confirm(bucket)
+
+    def _send(self, bucket: Bucket, packed: list[torch.Tensor], *, last: bool) -> None:
+        def apply(member: Member, attempt: Attempt) -> None:
+            flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
+            try:
+                attempt.begun.apply(
+                    bucket,
+                    group_name=self.group.name,
+                    flush=last and flush,
+                    deadline=self.deadline,
+                )
+            except EngineRejected as error:
+                self._note_refusal(attempt, error)
+            except Exception as error:
+                attempt.suspicion = str(getattr(error, "message", error))
+                raise
+            attempt.confirmed += 1
+
+        names = frozenset(spec.name for spec in bucket.specs)
+        for member in self.fleet.members:
+            member.attempt.names |= names
+        self.fleet.start(apply)
+        self.group.broadcast(packed)
+
+    def _note_refusal(self, attempt: Attempt, error: EngineRejected) -> None:
+        """Raises unless the engine did what the attempt needed all the same."""
+        if error.applied == "all":
+            attempt.flush_refused = True  # loaded; the flush step asks again
+        elif error.applied == "partly" and not self.rules.full:
+            return  # a loader tripped over a warm-up's number, which was received
+        else:
+            if error.applied != "nothing":
+                attempt.suspicion = error.message
+            raise error
+
+    def _await_bucket(self) -> None:
+        """Watches every engine's answer while the bytes move; the first no ends the attempt."""
+        calls = self.fleet.calls()
+        pending = set(calls)
+        while pending:
+            done, pending = wait(pending, _WATCH_SECONDS, return_when=FIRST_EXCEPTION)
+            if any(call.exception() for call in done):
+                self._raise_culprit()
+            if pending:
+                self._check_wire()
+        self._drain_wire()
+
+    def _raise_culprit(self) -> None:
+        """Raises the error of the engine that began it.
+
+        When one engine dies, the others fail to receive, and may be the first to say so.
+        """
+        calls = self.fleet.calls()
+        end = self.deadline.at_most(_CULPRIT_SECONDS)
+        errors = _errors_of(calls)
+        while all(map(is_consequence, errors)) and not all(c.done() for c in calls):
+            if end.expired():
+                break
+            end.sleep(_WATCH_SECONDS)
+            errors = _errors_of(calls)
+        for error in sorted(errors, key=is_consequence):
+            raise error
+
+    def _check_wire(self) -> None:
+        """Raises if the wire broke or time is out; prefers the engine's own words."""
+        try:
+            self.group.moving()
+        except WeightUpdateError as error:
+            self._raise_culprit()
+            if len(self.fleet.members) == 1:
+                error.engine = self.fleet.members[0].url
+            raise
+        if self.deadline.expired():
+            self.fleet.gather("transfer", self.deadline)
+
+    def _drain_wire(self) -> None:
+        """All engines said yes: what they confirmed must have left by now."""
+        pause = 1e-5
+        while self.group.moving():
+            if self.deadline.expired():
+                for member in self.fleet.members:
+                    member.attempt.suspicion = "it confirmed a bucket that it never received"
+                raise UpdateTimeout(
+                    "every engine confirmed the bucket, but its bytes never left",
+                    phase="transfer",
+                )
+            self.deadline.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+
+def _errors_of(calls: Sequence[Future[None]]) -> list[BaseException]:
+    return [error for call in calls if call.done() and (error := call.exception())]
