@@ -321,10 +321,24 @@ def parse_server_urls(server_url: str | Sequence[str]) -> tuple[str, ...]:
     if not given:
         raise ConfigurationError("server_url is empty", remedy="name at least one engine")
     urls = tuple(_checked_url(url) for url in given)
-    repeated = sorted({url for url in urls if urls.count(url) > 1})
+    places = [place_of(url) for url in urls]
+    repeated = sorted({u for u, place in zip(urls, places, strict=True) if places.count(place) > 1})
     if repeated:
         raise ConfigurationError(f"server_url names an engine twice: {', '.join(repeated)}")
     return urls
+
+
+def place_of(url: str) -> str:
+    """Where a URL leads, however it is spelled.
+
+    Example:
+        >>> place_of("http://localhost:80/a/") == place_of("http://127.0.0.1/a")
+        True
+    """
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"{host}:{port}{parts.path.rstrip('/')}"
 
 
 def _checked_url(url: Any) -> str:

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from weight_update import EngineOutcome, EngineState, UpdateReport
-from weight_update.bench.soak import Sample, SoakJob, SoakResult, Struck, run_soak
-from weight_update.bench.soak_checks import Ledger, Seen, lies_in, unhealed
-from weight_update.bench.soak_faults import troubles
-from weight_update.bench.soak_models import PROMPTS, Judge, Stretch
-from weight_update.bench.soak_plot import plot
-from weight_update.bench.soak_traffic import TOKENS, Answer
-from weight_update.bench.soak_vitals import ENOUGH_SAMPLES, Vitals, trends, vitals_of
+from weight_update.bench.soak.checks import Ledger, Seen, lies_in, unhealed
+from weight_update.bench.soak.faults import troubles
+from weight_update.bench.soak.models import PROMPTS, Judge, Stretch
+from weight_update.bench.soak.plot import plot
+from weight_update.bench.soak.run import Sample, SoakJob, SoakResult, Struck, run_soak
+from weight_update.bench.soak.traffic import TOKENS, Answer
+from weight_update.bench.soak.vitals import ENOUGH_SAMPLES, Vitals, trends, vitals_of
 
 URL = "http://a:1"
 

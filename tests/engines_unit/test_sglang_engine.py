@@ -282,30 +282,6 @@ def test_first_values_are_those_that_the_server_shows(
 LAYER = "model.layers.0.self_attn"
 
 
-@pytest.mark.parametrize(
-    ("rows", "values"),
-    [
-        ({"q": [[0.0] * 4], "o": [[0.0] * 4]}, (0.5,)),
-        ({"q": [[0.0] * 4], "o": [[0.0] * 6]}, None),
-        ({"q": [[0.0] * 4]}, None),
-        ({}, None),
-    ],
-    ids=["heads fill the hidden size", "they do not", "no output weight", "none by name"],
-)
-def test_a_key_is_believed_only_where_the_server_cuts_it_out_in_the_right_place(
-    inspected, server, answer, rows: dict[str, Any], values: Any
-) -> None:
-    told = {f"{LAYER}.{letter}_proj.weight": row for letter, row in rows.items()}
-    server.by_body["/get_weights_by_name"] = lambda body: answer(
-        body=told.get(body["name"], [0.5] if body["name"].endswith("k_proj.bias") else {})
-    )
-
-    assert inspected.first_values(f"{LAYER}.k_proj.bias", soon()) == values
-    asked = len(server.asked)
-    assert inspected.first_values(f"{LAYER}.k_proj.bias", soon()) == values
-    assert len(server.asked) == asked + (values is not None)
-
-
 def test_values_of_quantised_weights_are_not_asked_for(engine, server, answer) -> None:
     server.answers["/server_info"] = answer(body={**INFO, "quantization": "fp8"})
     engine.inspect(soon())

@@ -175,7 +175,8 @@ def _of_its_pause(engine: ModelEngine, outcome: EngineOutcome, result: Result) -
             yield "mixed, and reported as not paused"
     if outcome.state is MIXED and resumes and (engine.paused or outcome.paused):
         yield "mixed, and not resumed as asked for"
-    idle = outcome.state in (OLD, NEW) and (engine.paused or outcome.paused)
+    late = "may still take effect" in outcome.detail
+    idle = outcome.state in (OLD, NEW) and (engine.paused or (outcome.paused and not late))
     if idle and "resume" not in engine.lied:
         yield f"{outcome.state}, and not resumed"
     excused = "apply" in engine.lied and outcome.verified == "unverified"

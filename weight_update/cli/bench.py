@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from weight_update.bench.rows import Row
-    from weight_update.bench.soak import SoakResult
+    from weight_update.bench.soak.run import SoakResult
 
 HELP = """\
 Measure updates on this machine, beside what the link allows in the same run.
@@ -226,8 +226,8 @@ def soak(
 ) -> None:
     """Updates reference engines again and again, with faults by chance."""
     needs_extra("weight-update bench")
-    from weight_update.bench.soak import SoakJob, run_soak
-    from weight_update.bench.soak_plot import MISSING_EXTRA, can_plot
+    from weight_update.bench.soak.plot import MISSING_EXTRA, can_plot
+    from weight_update.bench.soak.run import SoakJob, run_soak
 
     job = SoakJob(updates, engines, clients, faults, seed, timeout, sample_every=sample_every)
     objection = job.objection() or (MISSING_EXTRA if plot and not can_plot() else None)
@@ -247,7 +247,7 @@ def soak(
 
 def _tell_soak(result: SoakResult, plot: Path | None, *, as_json: bool) -> None:
     if plot is not None:
-        from weight_update.bench.soak_plot import plot as draw
+        from weight_update.bench.soak.plot import plot as draw
 
         draw(result, plot)
     if as_json:

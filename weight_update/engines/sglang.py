@@ -14,7 +14,7 @@ from weight_update.engines.sglang_capabilities import (
     read_layout,
     running_requests,
 )
-from weight_update.engines.sglang_client import SGLangClient
+from weight_update.engines.sglang_client import SGLangClient, flushed
 from weight_update.engines.sglang_facts import (
     SGLangModel,
     digests_of,
@@ -237,7 +237,7 @@ class SGLangEngine:
         """
         for attempt in count():
             response = self._client.flush(deadline)
-            if response.status_code == 200:
+            if flushed(response):
                 return
             if response.status_code in (401, 403, 404):
                 raise self._client.rejection(response, "flush")
@@ -252,7 +252,7 @@ class SGLangEngine:
 
     def flush_once(self, deadline: Deadline) -> bool:
         """Asks for one flush; whether it was done."""
-        return self._client.flush(deadline).status_code == 200
+        return flushed(self._client.flush(deadline))
 
     def stamp(self, label: str, deadline: Deadline) -> None:
         """Writes the version label, without aborting requests."""

@@ -198,6 +198,13 @@ class SGLangClient:
             raise self._http.rejection(response, phase=phase)
 
 
+def flushed(response: requests.Response) -> bool:
+    """Whether an answer to a flush is a yes; its text is free, but for an explicit no."""
+    answer = json_of(response)
+    refused = isinstance(answer, dict) and answer.get("success") is False
+    return response.status_code == 200 and not refused
+
+
 def _says_yes(response: requests.Response, *, flag: bool) -> bool:
     # The body stays in here: it may repeat a key, and reporters send a traceback's variables.
     answer = json_of(response)

@@ -37,7 +37,7 @@ def read_workers(route: str, body: Any, *, url: str) -> tuple[str, ...]:
         url: The router's, for errors.
 
     Raises:
-        ConfigurationError: They cannot all be reached, so an update would miss some.
+        ConfigurationError: They cannot all be spoken to, so an update would miss some.
 
     Example:
         >>> read_workers("/list_workers", {"urls": ["http://a:1", "http://b:1"]}, url="http://r")
@@ -47,20 +47,19 @@ def read_workers(route: str, body: Any, *, url: str) -> tuple[str, ...]:
     workers = [_worker(row) for row in rows] if isinstance(rows, list) else []
     if not workers or None in workers:
         raise _refusal(f"this router lists no workers that can be read: {str(rows)[:200]}", url)
-    found = dict.fromkeys(worker for worker in workers if worker is not None)
-    ill = [worker for worker, healthy in found if not healthy]
-    if ill:
-        raise _refusal(f"this router calls a worker unhealthy: {', '.join(ill)}", url)
-    return tuple(worker for worker, _ in found)
+    return tuple(dict.fromkeys(worker for worker in workers if worker is not None))
 
 
-def _worker(row: Any) -> tuple[str, bool] | None:
-    """URL and health of a worker; None when it cannot be spoken to over HTTP."""
-    fields = row if isinstance(row, dict) else {"url": row}
-    url = fields.get("url")
+def _worker(row: Any) -> str | None:
+    """URL of a worker; None when it cannot be spoken to over HTTP.
+
+    One that the router calls unhealthy is a worker too: a paused server is, for a while.
+    """
+    url = row.get("url") if isinstance(row, dict) else row
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         return None
-    return _RANK.sub("", url).rstrip("/"), fields.get("is_healthy", True) is True
+    url = _RANK.sub("", url).rstrip("/")
+    return url if "//" in url and url.partition("//")[2] else None
 
 
 def _refusal(message: str, url: str) -> ConfigurationError:

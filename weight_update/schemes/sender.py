@@ -13,9 +13,9 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
+from weight_update.schemes.transport import is_whole
 from weight_update.update.background import Background
 from weight_update.waiting import spawn
-from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.extract import Metadata, device_of
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class SGLangWeightSender:
         def source() -> Any:
             return self._model() if weights is None else weights
 
-        whole = _is_whole(weights)
+        whole = weights is None or is_whole(weights)
         return self._transport.update(source, self._count, whole=whole, progress=progress)
 
     def update_weights_async(
@@ -163,10 +163,11 @@ class SGLangWeightSender:
             progress: As in :meth:`update_weights`; called from another thread.
 
         Returns:
-            A future of the report. :meth:`shutdown` cancels one that has not begun.
+            A future of the report. Leaving the ``with`` block waits for it; :meth:`shutdown`
+            cancels one that has not begun, and breaks one that runs.
         """
         given = self._model() if weights is None else weights
-        whole = _is_whole(weights)
+        whole = weights is None or is_whole(weights)
         held = self._transport.snapshot(given) if snapshot else given
         return self._background.submit(
             lambda: self._transport.update(
@@ -187,7 +188,7 @@ class SGLangWeightSender:
         Raises:
             WeightUpdateError: As in :meth:`update_weights`.
         """
-        if not _is_whole(weights):
+        if weights is not None and not is_whole(weights):
             raise ConfigurationError(
                 f"a whole model is needed, and a {type(weights).__name__} may hold some weights",
                 phase="plan",
@@ -252,6 +253,8 @@ class SGLangWeightSender:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if kind is None:
+            self._background.finish(self._transport.timeout)
         self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,11 +297,6 @@ class SGLangWeightSender:
             for collector, call in calls
             if (words := _trouble_of(call))
         ]
-
-
-def _is_whole(weights: Any) -> bool:
-    """Whether these are a whole model's, and not some that a mapping happens to hold."""
-    return weights is None or isinstance(weights, (nn.Module, Checkpoint))
 
 
 def _trouble_of(call: Future[Any]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from weight_update.engines.sglang import SGLangEngine
 from weight_update.errors import ConfigurationError, WeightUpdateError
@@ -181,12 +183,13 @@ class SGLangCollectiveTransport:
         if self.rank != 0:
             raise WeightUpdateError("Weights can be sent only from rank 0")
         if weights is None:
-            return self.update(lambda: model_id)
+            return self.update(lambda: model_id, whole=is_whole(model_id))
         # A group that a failed update gave up is made anew by the next one.
         if self._updater.group is None and not self.check_connection():
             raise WeightUpdateError("Communication group not initialized")
         if self._metadata is None:
             raise WeightUpdateError("Model metadata not set")
+        # Metadata of a whole model is matched in full.
         return self.update(lambda: weights)
 
     def update(
@@ -325,7 +328,14 @@ class SGLangCollectiveTransport:
 
     def __reduce__(self) -> Any:
         """Pickles as configuration: sockets and groups stay with the process that made them."""
-        return (_rebuild, (self.server_url, self.rank, self._options))
+        resumed = self._options.initial_version is not None  # it counts on by itself, not by labels
+        options = replace(self._options, initial_version=self.version) if resumed else self._options
+        return (_rebuild, (self.server_url, self.rank, options))
+
+
+def is_whole(source: Any) -> bool:
+    """Whether a source is a whole model, and not a mapping that may hold some weights only."""
+    return isinstance(source, (nn.Module, Checkpoint))
 
 
 def _rebuild(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextvars import Context
 
 from weight_update.report import UpdateReport
@@ -16,7 +16,7 @@ Push = Callable[[], UpdateReport]
 class Background:
     """Runs pushes one after the other in a thread of their own.
 
-    At most one waits: a newer one takes its place, and its future. So a trainer that is faster
+    At most one waits: a newer one takes its place. So a trainer that is faster
     than the engines never builds up a queue, and versions stay in order.
 
     Example:
@@ -27,21 +27,22 @@ class Background:
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
-        self._next: tuple[Push, Future[UpdateReport]] | None = None
+        self._next: Push | None = None
+        self._waiting: list[Future[UpdateReport]] = []
+        self._running: list[Future[UpdateReport]] = []
         self._works = False
 
     def submit(self, push: Push) -> Future[UpdateReport]:
         """Has ``push`` run once the one that runs now has ended.
 
         Returns:
-            The future of its report. A push that was waiting is not run any more; whoever holds
-            its future gets this one's report.
+            The future of its report. A push that was waiting is not run any more; its future
+            gets this one's report.
         """
         with self._changing:
-            waiting = self._next[1] if self._next is not None else None
-            reusable = waiting is not None and not waiting.cancelled()
-            future = waiting if waiting is not None and reusable else Future()
-            self._next = (push, future)
+            future: Future[UpdateReport] = Future()
+            self._next = push
+            self._waiting.append(future)
             if not self._works:
                 self._works = True
                 # A context of its own: a hook that submits is no part of what it submits.
@@ -51,22 +52,33 @@ class Background:
     def cancel(self) -> None:
         """Forgets the push that waits; one that runs is left to end."""
         with self._changing:
-            waiting, self._next = self._next, None
-        if waiting is not None:
-            waiting[1].cancel()
+            waiting, self._waiting, self._next = self._waiting, [], None
+        for future in waiting:
+            future.cancel()
+
+    def finish(self, seconds: float) -> None:
+        """Waits for what runs and what waits, for at most ``seconds``."""
+        with self._changing:
+            futures = [*self._running, *self._waiting]
+        wait(futures, timeout=seconds)
 
     def _work(self) -> None:
-        while (job := self._take()) is not None:
-            push, future = job
-            if not future.set_running_or_notify_cancel():
+        while (push := self._take()) is not None:
+            futures = [f for f in self._running if f.set_running_or_notify_cancel()]
+            if not futures:
                 continue
             try:
-                future.set_result(push())
+                report = push()
             except BaseException as error:  # noqa: BLE001 - whoever holds the future gets it
-                future.set_exception(error)
+                for future in futures:
+                    future.set_exception(error)
+            else:
+                for future in futures:
+                    future.set_result(report)
 
-    def _take(self) -> tuple[Push, Future[UpdateReport]] | None:
+    def _take(self) -> Push | None:
         with self._changing:
-            job, self._next = self._next, None
-            self._works = job is not None
-            return job
+            push, self._next = self._next, None
+            self._running, self._waiting = self._waiting, []
+            self._works = push is not None
+            return push

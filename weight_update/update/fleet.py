@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 
@@ -107,6 +107,7 @@ class Member:
         found_paused: It was paused, and not by this trainer: whoever did it may have left it
             half updated, so only a full push resumes it.
         names: The names that it was checked to know.
+        shapes: The shapes that it took, by name.
         brought: The names that pushes brought since it started.
         lost: Those that it lost with a restart, or missed; a push must hold them all.
         asked: It was asked what it can prove.
@@ -135,6 +136,7 @@ class Member:
     left_out: bool = False
     found_paused: bool = False
     names: frozenset[str] = frozenset()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     brought: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
     asked: bool = False
@@ -160,6 +162,13 @@ class Member:
     def answered_well(self) -> bool:
         """Whether the last call ended without an error."""
         return self.call is not None and self.call.done() and self.call.exception() is None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the engine never answered the last call, and may carry it out yet."""
+        if self.call is None or not self.call.done():
+            return self.call is not None
+        return isinstance(self.call.exception(), UpdateTimeout)
 
     @property
     def failed_itself(self) -> bool:
@@ -193,13 +202,15 @@ class Member:
         self.met = self.asked = False
         self.lost, self.brought = self.lost | self.brought | self.owed, frozenset()
         self.owed = self.names = frozenset()
+        self.shapes = {}
         self.incarnation += 1
 
     def outcome(self) -> EngineOutcome:
         """The engine's line in the report."""
         clean = self.state in (EngineState.OLD, EngineState.NEW)
         label = self.label if clean else None
-        detail = self.detail or (MISLABELLED if self.mislabelled and clean else "")
+        label_note = MISLABELLED if self.mislabelled and clean else ""
+        detail = "; ".join(note for note in (label_note, self.detail) if note)
         paused = self.maybe_paused or self.found_paused
         verified = self.attempt.verified
         return EngineOutcome(self.url, self.state, label, paused, detail, verified)
@@ -276,7 +287,8 @@ def culprits(error: WeightUpdateError, members: Iterable[Member]) -> list[Member
         return named
     failed = [m for m in members if m.state is EngineState.UNREACHABLE or m.failed_itself]
     if error.phase == "transfer":  # all are late when one is
-        return failed or named
+        lied = [m for m in members if m.attempt.suspicion and m.answered_well]
+        return failed or lied or named
     return failed + [member for member in named if member not in failed]
 
 

@@ -87,7 +87,11 @@ class Procedure:
         grace = self.deadline.afresh(GRACE_SECONDS)
         failure = Failure(self.group, self.rules, self.watch.phase, error, grace, self._prove)
         try:
-            settle(self.fleet, failure)
+            try:
+                settle(self.fleet, failure)
+            except (KeyboardInterrupt, SystemExit):
+                settle(self.fleet, failure)  # leaving now would leave a whole fleet paused
+                raise
         except Exception as second:  # noqa: BLE001 - the first error is the one to raise
             error.add_note(f"settling the engines failed as well: {second!r}")
 
@@ -141,9 +145,18 @@ class Procedure:
                     f"{member.url} {why}, and this push lacks {len(lacking)} of the "
                     f"tensors that heal it: {lacking[0]!r}, ..."
                 )
+        objections += [text for m in self.fleet.members for text in self._misshapen(m)]
         objections += self.packer.objections(self.plan)
         if objections:
             raise ConfigurationError("; ".join(objections), phase="plan")
+
+    def _misshapen(self, member: Member) -> Iterator[str]:
+        """An engine takes no shape but its own, and may say yes to another and hold garbage."""
+        for bucket in self.plan.buckets if self.rules.full else ():
+            for spec in bucket.specs:
+                taken = member.shapes.get(spec.name, spec.shape)
+                if taken != spec.shape:
+                    yield f"{spec.name!r} is {spec.shape} now, and {member.url} took {taken} before"
 
     def _objection_of(self, member: Member) -> str | None:
         mode, rules = self.rules.pause_mode, self.rules
@@ -240,6 +253,7 @@ class Procedure:
                 )
         for member in self.fleet.members if rules.full else ():
             member.renew()
+            member.shapes = {**member.shapes, **self.plan.shapes}
             if not asked:
                 member.attempt.verified = "off"
 

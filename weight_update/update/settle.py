@@ -36,6 +36,7 @@ FOUND_PAUSED = (
     "was found paused and is left so: whoever paused it may have left it half updated, and a "
     "full push resumes it"
 )
+LATE_PAUSE = "resumed, but a pause that it has not answered may still take effect"
 RESTARTED = "it restarted during the update and holds the weights that it started with"
 # Phases that end before engines have proved what they hold.
 _UNPROVEN = ("transfer", "end", "flush")
@@ -165,10 +166,11 @@ def _holds(
     attempt, rules = member.attempt, failure.rules
     if member.state is EngineState.NEW and not attempt.suspicion:
         return EngineState.NEW, ""
-    if failure.phase in _UNPROVEN and attempt.complete:
-        _check_word(member, failure, deadline)
     if attempt.complete and attempt.full and not trouble:
         doubt = "" if attempt.flushed else _flush(member.engine, attempt, rules, deadline)
+        if failure.phase in _UNPROVEN and not doubt:
+            _check_word(member, failure, deadline)
+        doubt = doubt or attempt.suspicion
         return (EngineState.MIXED if doubt else EngineState.NEW), doubt
     doubt = attempt.doubt_left(_doubt_before(member))
     return (EngineState.MIXED if doubt else EngineState.OLD), doubt
@@ -193,7 +195,10 @@ def _let_go(member: Member, state: EngineState, failure: Failure) -> tuple[bool,
     if not member.maybe_paused or held or foreign or awaits:
         return member.maybe_paused, ""
     grace = failure.grace
-    return _resume(member.engine, grace.at_most(grace.remaining() - _PROBE_SECONDS))
+    paused, lost = _resume(member.engine, grace.at_most(grace.remaining() - _PROBE_SECONDS))
+    if failure.phase == "pause" and not lost and member.unanswered:
+        return True, LATE_PAUSE
+    return paused, lost
 
 
 def _started_anew(member: Member, grace: Deadline) -> Sighting | None:

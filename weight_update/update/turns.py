@@ -12,16 +12,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from weight_update.errors import ConfigurationError, UpdateTimeout, WeightUpdateError
-from weight_update.options import WhenBusy
+from weight_update.options import WhenBusy, place_of
 from weight_update.waiting import Deadline
 
 _log = logging.getLogger("weight_update")
 
 _POLL_SECONDS = 0.01
-_LOCAL = {"localhost": "127.0.0.1", "::1": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
 
 # Senders whose update runs in this thread, or in a thread that it started.
 _updating: ContextVar[frozenset[int]] = ContextVar("weight_update_updating", default=frozenset())
@@ -59,7 +57,9 @@ def turn(urls: Iterable[str], when_busy: WhenBusy, deadline: Deadline) -> Iterat
         WeightUpdateError: Another update runs, and waiting was not wanted.
     """
     with ExitStack() as held:
-        for url in sorted(urls):
+        # In one order for all, and each once: turns that overlap do not wait for each other.
+        places = {place_of(url): url for url in urls}
+        for url in (places[place] for place in sorted(places)):
             held.enter_context(_locked(url, when_busy, deadline))
         yield
 
@@ -76,6 +76,7 @@ def _locked(url: str, when_busy: WhenBusy, deadline: Deadline) -> Iterator[None]
         _take(handle, url, when_busy, deadline)
         yield
     finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # a fork's copy of the handle would hold it on
         os.close(handle)
 
 
@@ -103,10 +104,7 @@ def _take(handle: int, url: str, when_busy: WhenBusy, deadline: Deadline) -> Non
 
 
 def _lock_file(url: str) -> Path:
-    parts = urlsplit(url)
-    host = _LOCAL.get(parts.hostname or "", parts.hostname)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    name = hashlib.sha256(f"{host}:{port}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(place_of(url).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"weight_update-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

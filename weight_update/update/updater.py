@@ -43,6 +43,8 @@ _log = logging.getLogger("weight_update")
 _FLUSH_SECONDS = 30.0
 _RECOVERY_POLL_SECONDS = 0.5
 _JUDGE_SECONDS = 1.0
+# Who does not answer is met again when engines are inspected, with the others.
+_DISCOVERY_SHARE = 0.25
 # What an engine can do to an attempt; everything else would fail without it as well.
 _ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
@@ -152,7 +154,7 @@ class Updater:
         with self._reporting(run), self._exclusively(run.deadline):
             self._wire.drop()
             with run.watch.running("connect"):
-                self.roster.discover(run.deadline)
+                self.roster.discover(run.deadline.share(_DISCOVERY_SHARE))
                 for member in self.roster.members:
                     member.met = False
                 fleet = Fleet(self.roster.members)
@@ -172,7 +174,11 @@ class Updater:
         with self._reporting(run), self._exclusively(run.deadline), orderly_end():
             self._prepare(run)
             with turn(self.roster.urls, self.options.when_busy, run.deadline):
-                self._attempts(run)
+                try:
+                    self._attempts(run)
+                except BaseException:
+                    self._release(Fleet(self.roster.members), run)
+                    raise
             self._warn(run.warnings)
             return self._report(run)
 
@@ -243,8 +249,9 @@ class Updater:
             run.weights = run.push.read()
             refuse_meta(run.weights)
             if not self.roster.complete:
-                self.roster.discover(run.deadline)
+                self.roster.discover(run.deadline.share(_DISCOVERY_SHARE))
                 self.roster.look_for_the_lost(run.deadline)
+                run.warnings += [f"{m.url} {m.detail}" for m in self.roster.members if m.left_out]
             check_quorum(self.options.quorum, len(self.roster.members))
             self._leave_out_the_incomplete(run)
 
@@ -268,9 +275,6 @@ class Updater:
                 self._go_on_without_culprits(error, fleet, run)
                 if run.counted:
                     return None
-            except BaseException:
-                self._release(fleet, run)
-                raise
 
     def _attempt(self, fleet: Fleet, run: _Run) -> None:
         with run.watch.running("plan"):
@@ -320,7 +324,6 @@ class Updater:
         failed = culprits(error, fleet.members)
         left = len(fleet.members) - len(failed)
         if not failed or left == 0 or left < self._needed or run.deadline.expired():
-            self._release(fleet, run)
             raise error
         self._release(Fleet(failed), run)
         for member in failed:
@@ -412,8 +415,9 @@ class Updater:
             failure.report = self._report(run)
             raise failure from failure.__cause__
         except BaseException as interrupt:
-            lines = self._report(run).engine_lines()
-            interrupt.add_note("the weight update was interrupted; " + "; ".join(lines))
+            words = "; ".join(self._report(run).engine_lines())
+            interrupt.add_note(f"the weight update was interrupted; {words}")
+            _log.warning("the weight update was interrupted; %s", words)
             raise
 
     def _report(self, run: _Run) -> UpdateReport:

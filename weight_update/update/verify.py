@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -29,6 +30,8 @@ from weight_update.weights.buckets import Plan
 from weight_update.weights.specs import Weight
 
 _SPREAD = 6
+# Engines are asked in threads, and reading a merged weight changes what is kept for its layer.
+_reading = threading.Lock()
 _SHOWN = 3
 # Computed by the engine itself, and parts that some engines cannot cut out of a fused weight.
 _NOT_READ_BACK = re.compile(r"rotary_emb\.|\.[kv]_proj\.")
@@ -196,7 +199,8 @@ def _proof(
     """How one engine proves by itself what it holds."""
     differing = _differing(digests, weights) if digests is not None else []
     sampled = verify in ("auto", "sample") and not differing
-    sample = _sample(member, weights, deadline) if sampled else None
+    wanted = verify == "sample"
+    sample = _sample(member, weights, deadline, wanted=wanted) if sampled else None
     wrong = differing or (sample or [])
     if wrong:
         raise _mismatch({member: wrong})
@@ -219,16 +223,26 @@ def _digests(member: Member, verify: Verify, deadline: Deadline) -> Digests | No
         return None
 
 
-def _sample(member: Member, weights: Mapping[str, Weight], deadline: Deadline) -> list[str] | None:
+def _sample(
+    member: Member, weights: Mapping[str, Weight], deadline: Deadline, *, wanted: bool
+) -> list[str] | None:
     """Reads some weights back: those that differ, or None where none can be read."""
-    wrong = []
+    read = {}
     for name in sample_of(list(weights)):
-        values = member.engine.first_values(name, deadline)
-        if values is None:
-            return None
-        if not holds(weights[name].read(), values):
-            wrong.append(name)
-    return wrong
+        try:
+            read[name] = member.engine.first_values(name, deadline)
+        except EngineRejected:
+            if wanted:
+                raise
+    told = {name: values for name, values in read.items() if values is not None}
+    return (
+        [n for n, values in told.items() if not holds(_read(weights[n]), values)] if told else None
+    )
+
+
+def _read(weight: Weight) -> torch.Tensor:
+    with _reading:
+        return weight.read()
 
 
 def holds(sent: torch.Tensor, values: Sequence[float]) -> bool:
@@ -240,11 +254,17 @@ def holds(sent: torch.Tensor, values: Sequence[float]) -> bool:
         >>> holds(torch.tensor([0.1]), (0.2,))
         False
     """
+    if sent.numel() == 0:
+        return True
     row = sent.reshape(-1) if sent.dim() < 2 else sent[0].reshape(-1)
     row = row[: len(values)].cpu()
     got = torch.tensor(values, dtype=torch.float32)
     kept = (row.to(dtype).float() for dtype in _KEPT_AS)
-    return any(torch.equal(each, got) for each in kept)
+    return any(each.shape == got.shape and _equal(each, got) for each in kept)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _differing(digests: Digests, weights: Mapping[str, Weight]) -> list[str]:
@@ -260,7 +280,7 @@ def _differing(digests: Digests, weights: Mapping[str, Weight]) -> list[str]:
 
 def digest_of(weight: Weight, part: Part, dtype: str | None) -> str:
     """SHA-256 of the bytes of a rank's part of a weight, in the dtype that the engine keeps."""
-    value = weight.read()
+    value = _read(weight)
     if part.dim is not None:
         value = value.narrow(part.dim, part.start, part.length)
     if dtype is not None and value.is_floating_point():

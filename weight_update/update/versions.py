@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # A longer label is somebody's digits, and no count of updates.
-_MOST_DIGITS = 18
+_MOST_DIGITS = 1000
 
 
 def next_version(current: int, labels: Iterable[str | None]) -> int:

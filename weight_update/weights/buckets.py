@@ -56,6 +56,11 @@ class Plan:
         """Payload bytes sent to each engine."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor."""
+        return {spec.name: spec.shape for bucket in self.buckets for spec in bucket.specs}
+
     @property
     def names(self) -> Iterator[str]:
         """Names of the tensors, in wire order."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weight_update import EngineOutcome, EngineState, UpdateReport
-from weight_update.bench.soak_faults import is_dead, is_frozen
-from weight_update.bench.soak_models import BASE, PROMPTS, Judge, Stretch
-from weight_update.bench.soak_traffic import TOKENS, Answer
+from weight_update.bench.soak.faults import is_dead, is_frozen
+from weight_update.bench.soak.models import BASE, PROMPTS, Judge, Stretch
+from weight_update.bench.soak.traffic import TOKENS, Answer
 from weight_update.reference_engine import ReferenceEngine
 
 BASE_LABEL = "default"

@@ -1,6 +1,6 @@
 """Constant traffic for the soak: a process of its own whose clients ask without a pause.
 
-``python -m weight_update.bench.soak_traffic JOB`` is started by :class:`Traffic`. It is told of
+``python -m weight_update.bench.soak.traffic JOB`` is started by :class:`Traffic`. It is told of
 each new version on standard input, writes a line an answer on standard output, and ends, once
 all that was asked is answered, when standard input does.
 """
@@ -179,7 +179,7 @@ class Traffic:
     def __init__(self, job: TrafficJob) -> None:
         self.asked: int | None = None
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        command = [sys.executable, "-m", "weight_update.bench.soak_traffic"]
+        command = [sys.executable, "-m", "weight_update.bench.soak.traffic"]
         self._process = subprocess.Popen(
             [*command, json.dumps(asdict(job))],
             stdin=subprocess.PIPE,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weight_update.bench.soak import SoakResult
-from weight_update.bench.soak_vitals import Vitals
+from weight_update.bench.soak.run import SoakResult
+from weight_update.bench.soak.vitals import Vitals
 
 MISSING_EXTRA = 'the plot needs an extra: pip install "weight-update[soak]"'
 

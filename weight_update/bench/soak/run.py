@@ -27,7 +27,7 @@ from weight_update import (
     WeightUpdateError,
 )
 from weight_update.bench.machine import describe_machine
-from weight_update.bench.soak_checks import (
+from weight_update.bench.soak.checks import (
     Ledger,
     Seen,
     Witness,
@@ -36,10 +36,10 @@ from weight_update.bench.soak_checks import (
     proofs,
     unhealed,
 )
-from weight_update.bench.soak_faults import Trouble, choose, is_dead, revive
-from weight_update.bench.soak_models import BASE, PROMPTS, SEEDS, Judge, tiny_model
-from weight_update.bench.soak_traffic import Traffic, TrafficJob
-from weight_update.bench.soak_vitals import ENOUGH_SAMPLES, Trend, Vitals, trends, vitals_of
+from weight_update.bench.soak.faults import Trouble, choose, is_dead, revive
+from weight_update.bench.soak.models import BASE, PROMPTS, SEEDS, Judge, tiny_model
+from weight_update.bench.soak.traffic import Traffic, TrafficJob
+from weight_update.bench.soak.vitals import ENOUGH_SAMPLES, Trend, Vitals, trends, vitals_of
 from weight_update.options import PAUSE_MODE_VARIABLE, PauseMode
 from weight_update.reference_engine import ReferenceEngine
 

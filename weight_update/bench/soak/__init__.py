@@ -1,0 +1,1 @@
+"""Updates by the thousand, with traffic and faults, and what leaks."""
