@@ -176,7 +176,9 @@ def _of_its_pause(engine: ModelEngine, outcome: EngineOutcome, result: Result) -
     if outcome.state is MIXED and resumes and (engine.paused or outcome.paused):
         yield "mixed, and not resumed as asked for"
     late = "may still take effect" in outcome.detail
+    foreign = outcome.paused and "was found paused" in outcome.detail
     idle = outcome.state in (OLD, NEW) and (engine.paused or (outcome.paused and not late))
+    idle = idle and not foreign
     if idle and "resume" not in engine.lied:
         yield f"{outcome.state}, and not resumed"
     excused = "apply" in engine.lied and outcome.verified == "unverified"

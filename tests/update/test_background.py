@@ -85,6 +85,28 @@ def test_cancelling_forgets_the_push_that_waits_and_leaves_the_one_that_runs(
     assert pushes.ran == ["a", "c"]
 
 
+def test_cancelling_one_future_of_a_superseded_push_leaves_the_newest_its_own(
+    pushes: Pushes,
+) -> None:
+    background = Background()
+    waiting_for_running(background.submit(pushes.push("a")))
+    older, newer = background.submit(pushes.push("b")), background.submit(pushes.push("c"))
+    assert older.cancel()
+    pushes.gate.set()
+
+    assert newer.result(SECONDS) == "c"
+
+
+def test_finishing_waits_for_what_runs_and_what_waits(pushes: Pushes) -> None:
+    background = Background()
+    futures = [background.submit(pushes.push(name)) for name in "ab"]
+    threading.Timer(0.05, pushes.gate.set).start()
+
+    background.finish(SECONDS)
+
+    assert all(future.done() for future in futures)
+
+
 def test_a_caller_may_cancel_a_push_that_waits(pushes: Pushes) -> None:
     background = Background()
     waiting_for_running(background.submit(pushes.push("a")))

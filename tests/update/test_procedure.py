@@ -527,3 +527,48 @@ def test_a_hook_that_calls_its_sender_is_refused_at_once() -> None:
 
     assert "a hook of a running update called its sender" in str(caught[0])
     assert home.push().version == 2
+
+
+def test_a_shape_that_an_engine_did_not_take_before_is_refused_beforehand() -> None:
+    home = house(2)
+    home.push()
+    other = fakes.extract_weights({name: fakes.torch.zeros(2 + (name == "c")) for name in "abcd"})
+
+    with pytest.raises(WeightUpdateError, match=r"'c' is \(3,\) now") as failure:
+        home.updater.update(Push(lambda: other, lambda _: []))
+
+    assert failure.value.phase == "plan"
+    assert not any(engine.paused for engine in home.engines)
+
+
+def test_a_restarted_engine_may_take_other_shapes() -> None:
+    home = house(1)
+    home.push()
+    home.engines[0].instance, home.engines[0].shown = "second", "default"
+    other = fakes.extract_weights({name: fakes.torch.zeros(3) for name in "abcd"})
+
+    assert home.updater.update(Push(lambda: other, lambda _: [])).version == 2
+
+
+def test_a_pause_that_was_never_answered_is_told_of() -> None:
+    home = house(1)
+    home.engines[0].fail("pause", "late")
+
+    (outcome,) = failure_of(home).report.engines.values()
+
+    assert (outcome.state, outcome.paused) == (EngineState.OLD, True)
+    assert "may still take effect" in outcome.detail
+    assert not home.push().engines[outcome.url].paused
+
+
+def test_an_engine_that_never_answers_leaves_time_for_a_quorum() -> None:
+    home = house(3, quorum=2, timeout=2.0)
+    release = threading.Event()
+    home.engines[2].workers = lambda deadline: release.wait(20) and ()
+    home.engines[2].dead = True
+
+    report = home.push()
+    release.set()
+
+    states_ = [report.engines[engine.url].state for engine in home.engines]
+    assert states_ == [EngineState.NEW, EngineState.NEW, EngineState.UNREACHABLE]

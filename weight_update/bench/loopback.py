@@ -251,7 +251,7 @@ def _timed_update(sender: SGLangWeightSender) -> tuple[float, UpdateReport]:
 def digests(model: Any) -> dict[str, str]:
     """The start of each parameter's SHA-256, as the reference engine makes it."""
     return {
-        name: hashlib.sha256(parameter.detach().cpu().view(-1).numpy().data).hexdigest()[:16]
+        name: hashlib.sha256(parameter.detach().cpu().view(-1).numpy().data).hexdigest()
         for name, parameter in model.named_parameters()
     }
 

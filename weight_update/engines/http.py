@@ -9,6 +9,7 @@ from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
+from requests.structures import CaseInsensitiveDict
 from requests.utils import get_environ_proxies
 
 from weight_update.errors import EngineRejected, EngineUnreachable, Phase, UpdateTimeout
@@ -126,9 +127,16 @@ class EngineHttp:
         )
 
     def _without_keys(self, response: requests.Response) -> requests.Response:
-        """A copy that can be kept and pickled: no request, and no key that a server repeats."""
+        """A copy that can be kept and pickled: no key that was sent, or that a server repeats."""
         copy = requests.Response()
-        copy.status_code, copy.reason, copy.url = response.status_code, response.reason, self.url
+        copy.request = requests.PreparedRequest()
+        copy.request.method, copy.request.url = response.request.method, response.url
+        copy.request.headers = CaseInsensitiveDict()
+        copy.status_code, copy.reason, copy.url = (
+            response.status_code,
+            response.reason,
+            response.url,
+        )
         copy.headers["Content-Type"] = response.headers.get("Content-Type", "")
         copy.encoding = "utf-8"
         copy.raw = BytesIO(self._scrubbed(text_of(response)).encode())

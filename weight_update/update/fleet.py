@@ -19,6 +19,10 @@ from weight_update.update.protocols import Engine, Session
 from weight_update.waiting import Deadline, spawn
 
 SILENT = (EngineUnreachable, UpdateTimeout)
+FOUND_PAUSED = (
+    "was found paused and is left so: whoever paused it may have left it half updated, and a "
+    "full push resumes it"
+)
 MISLABELLED = "serves the weights of a failed update under an older label"
 
 
@@ -210,7 +214,8 @@ class Member:
         clean = self.state in (EngineState.OLD, EngineState.NEW)
         label = self.label if clean else None
         label_note = MISLABELLED if self.mislabelled and clean else ""
-        detail = "; ".join(note for note in (label_note, self.detail) if note)
+        pause_note = FOUND_PAUSED if self.found_paused else ""
+        detail = "; ".join(note for note in (label_note, pause_note, self.detail) if note)
         paused = self.maybe_paused or self.found_paused
         verified = self.attempt.verified
         return EngineOutcome(self.url, self.state, label, paused, detail, verified)

@@ -32,10 +32,6 @@ _FLUSH_SECONDS = 0.5
 _PROBE_SECONDS = 0.3
 
 STALE_CACHE = "weights new, cache stale"
-FOUND_PAUSED = (
-    "was found paused and is left so: whoever paused it may have left it half updated, and a "
-    "full push resumes it"
-)
 LATE_PAUSE = "resumed, but a pause that it has not answered may still take effect"
 RESTARTED = "it restarted during the update and holds the weights that it started with"
 # Phases that end before engines have proved what they hold.
@@ -154,8 +150,7 @@ def _settle_engine(member: Member, failure: Failure) -> Settled:
     paused, lost = _let_go(member, state, failure)
     if (lost or trouble or suspect or doubt) and not answers(engine, grace.at_most(_PROBE_SECONDS)):
         state = EngineState.UNREACHABLE
-    foreign = FOUND_PAUSED if state is EngineState.OLD and member.found_paused else ""
-    detail = doubt or lost or trouble or foreign or words
+    detail = doubt or lost or trouble or words
     return Settled(state, doubt, paused, bool(trouble), detail)
 
 
