@@ -178,7 +178,9 @@ def test_c47_an_interrupt_in_any_step_leaves_a_known_state_that_heals(
     assert time.monotonic() - started < 30  # far below the deadline of 60 s
     outcome = trial.sender.engines[engine.url]
     assert outcome.state in (INTERRUPTED[path], NEW if path == FLUSH else INTERRUPTED[path])
-    assert outcome.paused == kit.is_paused(engine) == (outcome.state is MIXED)
+    late = "may still take effect" in outcome.detail
+    assert late or outcome.paused == kit.is_paused(engine)
+    assert kit.is_paused(engine) == (outcome.state is MIXED)
     notes = " ".join(caught.value.__notes__)
     assert f"{engine.url} {outcome.state}" in notes
     assert ("paused" in notes) == outcome.paused

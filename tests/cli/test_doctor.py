@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -166,18 +167,25 @@ MODELS = {"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]}
     ("answers", "said"),
     [
         ({"/v1/models": (200, MODELS)}, "vLLM"),
-        ({"/workers": (200, {"workers": []}), "/model_info": (200, {})}, "router"),
         ({}, "no SGLang server answers here"),
         ({"*": (502, "<html>Bad Gateway</html>")}, "502"),
         ({"*": (200, "<html>welcome</html>")}, "no SGLang server answers here"),
     ],
-    ids=["vLLM", "a router", "an empty server", "a gateway", "a web site"],
+    ids=["vLLM", "an empty server", "a gateway", "a web site"],
 )
 def test_what_answers_instead_is_named(answers: dict[str, Any], said: str) -> None:
     with impostor(answers) as url:
         ended = run("doctor", "--server", url, "--json")
     assert ended.code == 1
     assert said in problems(ended)
+
+
+def test_a_router_is_named_and_its_servers_are_not_looked_at() -> None:
+    workers = {"workers": [{"url": "http://a:1"}]}
+    with impostor({"/workers": (200, workers), "/model_info": (200, {})}) as url:
+        ended = run("doctor", "--server", url, "--json")
+    assert "this is a router" in json.dumps(ended.json)
+    assert ended.code == 0
 
 
 def test_a_redirect_is_not_followed() -> None:

@@ -74,7 +74,6 @@ def test_what_only_an_update_can_prove_is_called_unknown() -> None:
 PROBLEMS = [
     ("no answer", server(unreachable="connection refused", advice="start it"), "refused"),
     ("a redirect", server(redirect="https://b"), "redirects to https://b"),
-    ("a router", server(service="router"), "router.*each server behind"),
     ("vLLM", server(service="vllm"), "vLLM.*not supported"),
     ("another service", server(service="other", status=404), "no SGLang server"),
     ("a gateway", server(status=502, words="Bad Gateway"), "502: Bad Gateway.*directly"),
@@ -159,6 +158,7 @@ def test_a_problem_is_named_with_its_place_and_remedy(facts: Facts, words: str) 
 
 
 NOTES = [
+    ("a router", server(service="router"), "warning: this is a router"),
     ("a paused server", server(ready=False), "warning: it is paused"),
     ("an old release without /ready", server(ready=None), "unknown: whether it is paused"),
     ("a quantised server", server(info={"quantization": "fp8"}), "warning: it quantises"),

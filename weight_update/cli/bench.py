@@ -29,7 +29,7 @@ HELP = """\
 Measure updates on this machine, beside what the link allows in the same run.
 
 \b
-Examples:
+Example:
   weight-update bench loopback --tensors 300 --engines 1 --gigabytes 0.05 --rounds 3
   weight-update bench soak --updates 50
 """

@@ -11,6 +11,7 @@ import requests
 from requests.adapters import HTTPAdapter
 from requests.structures import CaseInsensitiveDict
 from requests.utils import get_environ_proxies
+from urllib3.exceptions import ReadTimeoutError
 
 from weight_update.errors import EngineRejected, EngineUnreachable, Phase, UpdateTimeout
 from weight_update.options import HttpOptions
@@ -102,7 +103,9 @@ class EngineHttp:
     def _no_answer(
         self, error: requests.RequestException, request: str, phase: Phase, deadline: Deadline
     ) -> EngineUnreachable | UpdateTimeout:
-        if isinstance(error, requests.ReadTimeout):
+        # A body that stops half-way comes as a broken connection around the time-out.
+        late = isinstance(next(iter(error.args), None), ReadTimeoutError)
+        if late or isinstance(error, requests.ReadTimeout):
             return UpdateTimeout(
                 f"no answer to {request} within {deadline.seconds:.1f} s",
                 engine=self.url,

@@ -216,11 +216,10 @@ class Procedure:
                 )
 
     def _transfer(self, deadline: Deadline) -> None:
-        packed, self._packed = self._packed, []
         transfer = Transfer(
             self.fleet, self.group, self.packer, self.plan, self.rules, deadline, self.watch.meter
         )
-        transfer.run(packed)
+        transfer.run(self._packed)
 
     def _end(self) -> None:
         self._each("end", lambda _, attempt, d: attempt.begun.close(d))

@@ -33,17 +33,20 @@ class Transfer:
     deadline: Deadline
     meter: Meter
 
-    def run(self, packed: list[torch.Tensor]) -> None:
+    def run(self, first: list[torch.Tensor]) -> None:
         """Sends all buckets; each is packed while the one before it travels.
 
         Args:
-            packed: The first bucket's tensors; none is held once it arrived.
+            first: The first bucket's tensors. The list is emptied: nobody holds a bucket once it
+                arrived.
 
         Raises:
             EngineRejected: An engine refused a bucket; the others' calls may still run.
             EngineUnreachable: A peer is gone.
             UpdateTimeout: A bucket had not arrived everywhere at the deadline.
         """
+        packed = first[:]
+        first.clear()
         buckets = self.plan.buckets
         for index, bucket in enumerate(buckets):
             self._send(bucket, packed, last=index == len(buckets) - 1)
