@@ -97,20 +97,34 @@ def test_a_session_that_a_dead_trainer_left_open_is_no_obstacle(
 # ---- names, shapes, dtypes
 
 
-def test_a_name_that_the_server_does_not_know_changes_nothing_and_is_answered_yes(
+UNKNOWN = "model.no_such.weight"
+
+
+def test_a_name_that_the_server_does_not_know_is_refused_before_any_pause(
     at_a: Served, sender: SGLangWeightSender
 ) -> None:
-    """Nothing in the answer tells: the report says what the server said."""
-    report = sender.update_weights({"model.no_such.weight": torch.ones(4)})
+    with pytest.raises(WeightMismatchError, match="no_such") as caught:
+        sender.update_weights({**weights_of(at_a, SEED_B), UNKNOWN: torch.ones(4)})
 
-    assert report.engines[at_a.server.url].state is EngineState.NEW
+    assert caught.value.phase == "plan"
     assert at_a.serves(SEED_A)
 
 
-def test_an_unknown_name_among_known_ones_does_not_keep_them_out(
-    at_a: Served, sender: SGLangWeightSender
+def test_a_name_that_the_server_does_not_know_changes_nothing_and_is_answered_yes(
+    at_a: Served,
 ) -> None:
-    sender.update_weights({**weights_of(at_a, SEED_B), "model.no_such.weight": torch.ones(4)})
+    """Nothing in the answer tells: without verification, the report says what the server said."""
+    with sender_of(at_a, verify="off") as sender:
+        report = sender.update_weights({UNKNOWN: torch.ones(4)})
+
+    assert report.engines[at_a.server.url].state is EngineState.NEW
+    assert report.verification == "off"
+    assert at_a.serves(SEED_A)
+
+
+def test_an_unknown_name_among_known_ones_does_not_keep_them_out(at_a: Served) -> None:
+    with sender_of(at_a, verify="off") as sender:
+        sender.update_weights({**weights_of(at_a, SEED_B), UNKNOWN: torch.ones(4)})
 
     assert at_a.serves(SEED_B)
 

@@ -252,7 +252,8 @@ class Procedure:
                 )
         for member in self.fleet.members if rules.full else ():
             member.renew()
-            member.shapes = {**member.shapes, **self.plan.shapes}
+            if rules.whole:  # some weights alone may have been taken in a shape that is wrong
+                member.shapes = self.plan.shapes
             if not asked:
                 member.attempt.verified = "off"
 
