@@ -28,6 +28,8 @@ from hypothesis.stateful import (
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import Progress, UpdateReport
 from weight_update.update.background import Background
+from weight_update.update.fleet import Fleet
+from weight_update.waiting import Deadline
 
 from . import truth
 from .at_once import one_thread
@@ -171,6 +173,11 @@ class Life(RuleBasedStateMachine):
         other = self.world.make_updater([engine.url for engine in self.world.fleet])
         self.judge(truth.push(self.world, self.next_tag(), updater=other))
         other.shutdown()
+        # What another trainer healed is not known before the engine was looked at again.
+        roster = self.world.updater.roster
+        for member in roster.members:
+            with suppress(WeightUpdateError):
+                roster.look(Fleet([member]), Deadline(5.0, self.world.time.clock))
 
     # -- the fleet ------------------------------------------------------------------------
 
@@ -229,6 +236,7 @@ def test_no_sequence_of_events_makes_the_library_hang_or_lie(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    bounded = settings(max_examples=60, stateful_step_count=12, deadline=None)
+    # CI walks the same sequences every time; drop derandomize to look for new ones.
+    bounded = settings(derandomize=True, max_examples=60, stateful_step_count=12, deadline=None)
 
     run_state_machine_as_test(Life, settings=bounded)  # type: ignore[no-untyped-call]

@@ -199,6 +199,11 @@ class Member:
         self.found_paused = False
         self.brought, self.lost = self.brought | self.attempt.names, frozenset()
 
+    def healed_by_another(self) -> None:
+        """Another trainer's update counted on, and the engine generates: it is that one's now."""
+        self.state, self.doubt, self.owed = EngineState.OLD, "", frozenset()
+        self.maybe_paused = self.maybe_open = self.mislabelled = self.found_paused = False
+
     def forget(self) -> None:
         """The engine restarted: what was known of it is gone with the old process."""
         self.state, self.doubt = EngineState.OLD, ""

@@ -198,6 +198,8 @@ def _answer_of(call: Future[tuple[str, ...]]) -> tuple[str, ...]:
 def _take_note(member: Member, seen: Sighting) -> None:
     if _started_anew(member, seen):
         member.forget()
+    elif member.label not in (None, seen.label) and seen.ready is not False:
+        member.healed_by_another()
     member.label, member.instance = seen.label, seen.instance or member.instance
     somebodys = member.found_paused or not member.maybe_paused
     member.found_paused = seen.ready is False and somebodys
