@@ -66,3 +66,29 @@ class Digests:
     ranks: tuple[Mapping[str, str], ...]
     parts: tuple[Mapping[str, Part], ...] | None = None
     dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Intake:
+    """How an engine takes weights, as far as it says.
+
+    Attributes:
+        architectures: Of the model that it serves.
+        dtype: Torch name of the dtype that it computes with, such as ``bfloat16``.
+        vocabulary: Rows of its embedding.
+        quantization: How its weights are quantised, by the engine's own word; None when not.
+        block: Rows and columns that share a scale in an fp8 block-quantised engine.
+        requantises: It processes quantised weights anew after an update.
+        drafts: It runs a draft model beside the one that is served.
+        partial_modules: It takes some of the weights that it fuses into one, and keeps the
+            others as they were.
+    """
+
+    architectures: tuple[str, ...] = ()
+    dtype: str | None = None
+    vocabulary: int | None = None
+    quantization: str | None = None
+    block: tuple[int, int] | None = None
+    requantises: bool = False
+    drafts: bool = False
+    partial_modules: bool = True

@@ -11,7 +11,7 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.weights.checkpoint import Checkpoint
-from weight_update.weights.lora import Changes, Entry, adapter_model, merged_copy, merged_tensors
+from weight_update.weights.lora.merge import Changes, Entry, adapter_model, merged_copy, merged_tensors
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.specs import TensorSpec, Weight
 

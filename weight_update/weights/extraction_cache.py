@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weight_update.weights.extract import extract_weights, from_state_dict, with_dtype
-from weight_update.weights.lora import is_plain, merges_itself
+from weight_update.weights.lora.merge import is_plain, merges_itself
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.specs import TensorSpec, Weight
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -37,6 +37,21 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A weight's place in the order in which the ranks of a sharded trainer read together.
+
+    Attributes:
+        index: Place among the weights that were extracted; the same on every rank.
+        announce: Tells the other ranks the indices of the weights that are read next, in order.
+            Each of them must then be read exactly once: the others do, and a read that is left
+            out is waited for.
+    """
+
+    index: int
+    announce: Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
     """A tensor that is announced now and read when its bucket is packed.
 
@@ -45,8 +60,19 @@ class Weight:
         device: Where the value lives.
         read: Returns the detached value. It is called when the value is needed, so that merged
             or cast weights exist one at a time and never as a second model.
+        rows: Returns some rows of the first dimension (first, last + 1), where that costs less
+            than to read them all; None elsewhere.
+        collective: All ranks of the trainer must read it together.
+        turn: How they are told to, on the rank that leads; None on all others.
     """
 
     spec: TensorSpec
     device: torch.device
     read: Callable[[], torch.Tensor]
+    rows: Callable[[int, int], torch.Tensor] | None = None
+    collective: bool = False
+    turn: Turn | None = None
+
+    def derived(self, spec: TensorSpec, read: Callable[[], torch.Tensor]) -> Weight:
+        """Another weight whose value is made from this one's; it is read in the same turn."""
+        return Weight(spec, self.device, read, None, self.collective, self.turn)

@@ -1,0 +1,1 @@
+"""Model families: the names and layouts of their checkpoints."""

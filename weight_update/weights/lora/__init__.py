@@ -1,0 +1,1 @@
+"""LoRA: merged weights, one layer at a time, and adapters by themselves."""

@@ -1,0 +1,1 @@
+"""Sharded trainers: whole values from the parts that ranks hold."""
