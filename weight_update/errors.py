@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import requests
 
@@ -76,6 +76,23 @@ class WeightUpdateError(RuntimeError):
             text += "".join(f"\n  {line}" for line in lines)
             text += "".join(f"\n  next: {step}" for step in self._next_steps(self.report))
         return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as plain JSON values; :func:`~weight_update.report.error_from_dict` reads it.
+
+        Example:
+            >>> EngineUnreachable("it is gone", engine="http://a:1").to_dict()["kind"]
+            'EngineUnreachable'
+        """
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "engine": self.engine,
+            "engines": list(self.engines),
+            "phase": self.phase,
+            "remedy": self.remedy,
+            "report": None if self.report is None else self.report.to_dict(),
+        }
 
     @staticmethod
     def _next_steps(report: UpdateReport) -> list[str]:

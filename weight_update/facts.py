@@ -78,6 +78,8 @@ class Intake:
         vocabulary: Rows of its embedding.
         quantization: How its weights are quantised, by the engine's own word; None when not.
         block: Rows and columns that share a scale in an fp8 block-quantised engine.
+        scaled: Names of the weights that its checkpoint holds with scales; None when unknown.
+        unconverted: Modules that its configuration leaves as they were.
         requantises: It processes quantised weights anew after an update.
         drafts: It runs a draft model beside the one that is served.
         partial_modules: It takes some of the weights that it fuses into one, and keeps the
@@ -89,6 +91,8 @@ class Intake:
     vocabulary: int | None = None
     quantization: str | None = None
     block: tuple[int, int] | None = None
+    scaled: frozenset[str] | None = None
+    unconverted: tuple[str, ...] = ()
     requantises: bool = False
     drafts: bool = False
     partial_modules: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, cast, get_args
@@ -22,6 +22,11 @@ Verify = Literal["auto", "checksum", "sample", "off"]
 WhenBusy = Literal["wait", "refuse"]
 StaleCache = Literal["warn", "refuse"]
 Quorum = Literal["all"] | int
+Lora = Literal["merge", "adapter"]
+DTypeLike = torch.dtype | Literal["engine"] | None
+NameMap = Callable[[str], str | None] | Mapping[str, str]
+"""A function from a checkpoint's name to the engine's (None leaves the weight out), or a table of
+regular expressions and what they are replaced by."""
 DeviceLike = int | str | torch.device | None
 
 PAUSE_MODE_VARIABLE = "TORCHRL_SGLANG_PAUSE_GENERATION_MODE"
@@ -100,7 +105,12 @@ class UpdateOptions:
     load_format: LoadFormat = "auto"
     timeout: float = 300.0
     on_failure: OnFailure = "hold"
-    dtype: torch.dtype | None = None
+    dtype: DTypeLike = None
+    name_map: NameMap | None = None
+    trim_vocabulary: bool = False
+    check_finite: bool = False
+    lora: Lora = "merge"
+    lora_name: str = "policy"
     quorum: Quorum = "all"
     initial_version: int | None = None
     verify: Verify = "auto"
@@ -119,6 +129,10 @@ class UpdateOptions:
         check_choice("verify", self.verify, Verify)
         check_choice("when_busy", self.when_busy, WhenBusy)
         check_choice("stale_cache", self.stale_cache, StaleCache)
+        check_choice("lora", self.lora, Lora)
+        check_text("lora_name", self.lora_name)
+        check_flag("trim_vocabulary", self.trim_vocabulary)
+        check_flag("check_finite", self.check_finite)
         check_quorum(self.quorum)
         check_version(self.initial_version)
         check_positive("timeout", self.timeout, number=float)
@@ -145,7 +159,9 @@ class UpdateOptions:
         if self.pause_mode is not None:
             check_choice("pause_mode", self.pause_mode, PauseMode)
             return self.pause_mode
-        value = os.environ.get(PAUSE_MODE_VARIABLE, "").strip().lower() or "retract"
+        # An adapter is replaced once no request uses it, and retracted ones never end.
+        usual = "abort" if self.lora == "adapter" else "retract"
+        value = os.environ.get(PAUSE_MODE_VARIABLE, "").strip().lower() or usual
         check_choice(PAUSE_MODE_VARIABLE, value, PauseMode)
         return cast("PauseMode", value)
 
@@ -217,10 +233,19 @@ def check_port(port: Any) -> None:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises ConfigurationError unless ``dtype`` is None or a floating torch dtype."""
-    valid = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    if dtype is not None and not valid:
-        raise ConfigurationError(f"dtype={dtype!r} must be a floating point torch dtype")
+    """Raises ConfigurationError unless ``dtype`` is None, "engine" or a floating torch dtype."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "engine"):
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigurationError(
+            f"dtype={dtype!r} must be a floating point torch dtype, or 'engine' for its own"
+        )
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises ConfigurationError unless ``value`` is printable text of at least one character."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ConfigurationError(f"{name}={value!r} must be a line of text")
 
 
 def parse_device(device: DeviceLike) -> torch.device | None:

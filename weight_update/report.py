@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from weight_update.errors import Phase
+from weight_update import errors
+from weight_update.errors import Phase, WeightUpdateError
 
 Verification = Literal["checksum", "sample", "unverified", "off"]
 InFlight = Literal["aborted", "retracted", "frozen"]
@@ -124,6 +125,8 @@ class UpdateReport:
           http://a:1 new (version 3)
         >>> report.to_dict()["engines"]["http://a:1"]["state"]
         'new'
+        >>> UpdateReport.from_dict(report.to_dict()) == report
+        True
     """
 
     version: int
@@ -177,6 +180,16 @@ class UpdateReport:
         }
         return plain
 
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> UpdateReport:
+        """The report that :meth:`to_dict` made plain; what can be computed is left out."""
+        outcomes = {
+            url: EngineOutcome(**{**outcome, "state": EngineState(outcome["state"])})
+            for url, outcome in plain["engines"].items()
+        }
+        given = {field.name: plain[field.name] for field in fields(cls)}
+        return cls(**{**given, "engines": outcomes, "warnings": tuple(plain["warnings"])})
+
     @property
     def headline(self) -> str:
         """The report in one line, engines left out."""
@@ -201,3 +214,22 @@ def _amount(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.2f} {unit}"
     return f"{size} B"
+
+
+def error_from_dict(plain: Mapping[str, Any]) -> WeightUpdateError:
+    """The error that :meth:`WeightUpdateError.to_dict` made plain, of its own kind.
+
+    Example:
+        >>> error = errors.UpdateTimeout("too late", engine="http://a:1", phase="pause")
+        >>> again = error_from_dict(error.to_dict())
+        >>> type(again) is type(error), str(again) == str(error)
+        (True, True)
+    """
+    kind = getattr(errors, plain["kind"], WeightUpdateError)
+    error: WeightUpdateError = kind(
+        plain["message"], engine=plain["engine"], phase=plain["phase"], remedy=plain["remedy"]
+    )
+    error.engines = tuple(plain["engines"])
+    if plain["report"] is not None:
+        error.report = UpdateReport.from_dict(plain["report"])
+    return error

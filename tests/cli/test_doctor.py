@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from weight_update.cli import doctor_facts
@@ -105,6 +106,12 @@ def test_other_names_and_shapes_are_problems(
 
     assert "would ignore them: 'policy." in problems(other_names)
     assert "(48,) in the checkpoint and (32,) in the server" in problems(other_shapes)
+
+
+def test_a_state_dict_in_a_file_is_compared_too(engine: ReferenceEngine, tmp_path: Path) -> None:
+    torch.save(kit.llama(1, hidden=48).state_dict(), tmp_path / "wide.pt")
+    ended = run("doctor", *servers(engine), "--checkpoint", tmp_path / "wide.pt", "--json")
+    assert "(48,) in the checkpoint and (32,) in the server" in problems(ended)
 
 
 def test_a_broken_checkpoint_is_a_problem_beside_what_the_server_says(

@@ -215,7 +215,7 @@ NOTES = [
         Facts(
             (replace(HEALTHY, names=NAMES, info={**INFO, "dtype": "bfloat16"}),), NEAR, CHECKPOINT
         ),
-        "warning: it serves bfloat16 and the checkpoint is float32.*--dtype bfloat16",
+        "warning: it serves bfloat16 and the checkpoint is float32.*--dtype engine",
     ),
     (
         "a dtype that the server does not tell",

@@ -85,7 +85,129 @@ def test_a_dtype_casts_on_the_way(engine: ReferenceEngine, checkpoints: Checkpoi
     assert ended.json["bytes"] == B_BYTES // 2
 
 
+def test_the_servers_own_dtype_can_be_asked_for(
+    engine: ReferenceEngine, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    half = saved(tmp_path, {n: t.bfloat16() for n, t in kit.llama(1).state_dict().items()})
+    ended = run("push", *servers(engine), half, "--dtype", "engine", "--json")
+    assert ended.json["bytes"] == B_BYTES, ended.err  # the engine serves float32
+
+
+def test_a_value_that_is_no_number_is_refused_before_the_pause(
+    engine: ReferenceEngine, tmp_path: Path
+) -> None:
+    state = {name: tensor.clone() for name, tensor in kit.llama(1).state_dict().items()}
+    state["model.norm.weight"][3] = torch.nan
+    log = kit.Log(engine)
+
+    ended = run("push", *servers(engine), saved(tmp_path, state), "--check-finite")
+
+    assert ended.code == 1
+    assert "model.norm.weight" in ended.err
+    assert log.count(kit.PAUSE) == 0
+
+
+def padded(rows: int) -> dict[str, torch.Tensor]:
+    """Model B with a vocabulary that its trainer padded."""
+    state = dict(kit.llama(1).state_dict())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = torch.cat([state[name], torch.zeros(rows - 64, 32)])
+    return state
+
+
+def test_padding_of_the_vocabulary_is_cut_off_on_request_alone(
+    engine: ReferenceEngine, tmp_path: Path
+) -> None:
+    path = saved(tmp_path, padded(72))
+    log = kit.Log(engine)
+
+    refused = run("push", *servers(engine), path)
+    before_the_pause = log.count(kit.PAUSE) == 0
+    landed = run("push", *servers(engine), path, "--trim-vocabulary")
+
+    assert (refused.code, before_the_pause) == (1, True)
+    assert landed.code == 0, landed.err
+    assert served(engine) == tokens_of(1)
+
+
+# -- a state_dict in a file ---------------------------------------------------------------
+
+
+def saved(folder: Path, what: Any, name: str = "model.pt") -> Path:
+    torch.save(what, folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "last.pth", "step-3"])
+def test_a_state_dict_in_a_file_lands(engine: ReferenceEngine, tmp_path: Path, name: str) -> None:
+    wrapped = {f"module._orig_mod.{n}": t for n, t in kit.llama(1).state_dict().items()}
+    path = saved(tmp_path, {"model": wrapped, "epoch": 3}, name)
+
+    ended = run("push", *servers(engine), path)
+
+    assert ended.code == 0, ended.err
+    assert served(engine) == tokens_of(1)
+
+
+def test_a_file_that_would_run_code_is_refused_and_the_server_asked_nothing(
+    engine: ReferenceEngine, tmp_path: Path
+) -> None:
+    log = kit.Log(engine)
+
+    ended = run("push", *servers(engine), saved(tmp_path, kit.llama(1)))
+
+    assert ended.code == 1
+    assert "weights_only=True" in ended.err
+    assert "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)" in ended.err
+    assert log.asked() == []
+
+
+def test_a_dry_run_of_a_file_says_the_same_as_of_a_folder(
+    engine: ReferenceEngine, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    path = saved(tmp_path, kit.llama(1).state_dict())
+
+    of_file = run("push", *servers(engine), path, "--dry-run", "--json").json
+    of_folder = run("push", *servers(engine), checkpoints.b, "--dry-run", "--json").json
+
+    assert of_file == of_folder | {"checkpoint": str(path)}
+
+
+# -- names --------------------------------------------------------------------------------
+
+
+def test_names_are_mapped_in_order(engine: ReferenceEngine, tmp_path: Path) -> None:
+    state = {f"policy/{n.replace('.', '/')}": t for n, t in kit.llama(1).state_dict().items()}
+    rules = ["--name-map", "^policy/=", "--name-map", "/=."]
+
+    ended = run("push", *servers(engine), saved(tmp_path, state), *rules)
+
+    assert ended.code == 0, ended.err
+    assert served(engine) == tokens_of(1)
+
+
+def test_a_rule_that_matches_no_name_is_refused_before_the_pause(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    log = kit.Log(engine)
+    for dry in ([], ["--dry-run"]):
+        ended = run("push", *servers(engine), checkpoints.b, "--name-map", "^policy[.]=", *dry)
+        assert ended.code == 1
+        assert "'^policy[.]' matches no name" in ended.err
+    assert log.count(kit.PAUSE) == 0
+
+
 # -- a dry run ----------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_what_is_cast_and_renamed(engine: ReferenceEngine, tmp_path: Path) -> None:
+    path = saved(tmp_path, {f"policy.{n}": t for n, t in kit.llama(1).state_dict().items()})
+    how = ["--name-map", "^policy[.]=", "--dtype", "bfloat16", "--dry-run", "--json"]
+
+    ended = run("push", *servers(engine), path, *how)
+
+    assert ended.code == 0, ended.out
+    assert ended.json["dtypes"] == {"bfloat16": B_BYTES // 2}
 
 
 def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
@@ -204,6 +326,10 @@ def test_a_dead_server_leaves_the_other_one_as_it_was(
         ["--server", "http://127.0.0.1:1", "DIR", "--ca-file", "nowhere.pem"],
         ["--server", "http://127.0.0.1:1", "DIR", "--master-port", "70000"],
         ["--server", "http://127.0.0.1:1", "DIR", "--timeout", "nan"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--name-map", "policy"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--name-map", "(=x"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--name-map", r"a=\1"],
+        ["--server", "http://127.0.0.1:1", "DIR", "--name-map", "a=b", "--name-map", "a=c"],
     ],
     ids=" ".join,
 )

@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 
 from weight_update.errors import Applied, EngineRejected, EngineUnreachable, UpdateTimeout
-from weight_update.facts import Digests, NameCheck, Part, Sighting
+from weight_update.facts import Digests, Intake, NameCheck, Part, Sighting
 from weight_update.options import UpdateOptions
 from weight_update.report import ProgressHook, UpdateReport
-from weight_update.update.updater import Push, Updater
+from weight_update.update.updater import Payload, Push, Updater
 from weight_update.waiting import Clock, Deadline
 from weight_update.weights.buckets import Bucket
 from weight_update.weights.extract import extract_weights
@@ -308,6 +308,8 @@ class ModelEngine:
     def objection(self, mode: str) -> str | None:
         return None
 
+    intake = Intake()
+
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         return ()
 
@@ -509,6 +511,9 @@ class WorldPacker:
     def objections(self, plan: Any) -> list[str]:
         return []
 
+    def abandon(self) -> None:
+        pass
+
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
         return []
 
@@ -583,7 +588,7 @@ class World:
         self._note_wholes(tag, names)
         tensors = {name: value_of(tag) for name in names}
         weights = extract_weights(tensors)
-        push = Push(lambda: weights, count, whole=whole, progress=progress)
+        push = Push(lambda: Payload(weights, whole=whole), count, progress=progress)
         return (updater or self.updater).update(push)
 
     def _note_wholes(self, tag: float, names: Sequence[str]) -> None:

@@ -98,12 +98,15 @@ def test_many_small_tensors_travel_in_few_requests(engine: ReferenceEngine) -> N
     assert (report.tensors, report.bytes) == (400, 160_000)
 
 
-def test_a_tensor_above_the_cap_travels_alone(engine: ReferenceEngine) -> None:
-    """C21: the cap bounds buckets of several tensors, and nothing is split."""
+def test_what_is_above_the_cap_travels_alone_and_what_engines_fuse_stays_together(
+    engine: ReferenceEngine,
+) -> None:
+    """C21, C29: nothing is split; q, k, v and gate, up of the two layers share a request each."""
     log = kit.Log(engine)
     with kit.make_sender(engine, bucket_bytes=1) as sender:
         report = sender.update_weights(kit.llama(1))
-    assert report.buckets == report.tensors == log.count(engine, UPDATE)
+    assert report.tensors == 21
+    assert report.buckets == 21 - 2 * (2 + 1) == log.count(engine, UPDATE)
     assert kit.served(engine) == kit.tokens_of(1)
 
 

@@ -226,7 +226,7 @@ def test_released_buffers_hold_no_memory_and_come_back_when_needed() -> None:
     bucket = in_one_bucket({"w": torch.arange(1000.0)})
     packer.pack(bucket)
 
-    packer.release()
+    packer.abandon()
     assert sum(buffer.numel() for buffer in packer._buffers) == 0
 
     assert bits(packer.pack(bucket)[0]) == bits(torch.arange(1000.0))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
-from weight_update.facts import Digests, NameCheck, Sighting
+from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import UpdateOptions
-from weight_update.update.updater import Push, Updater
+from weight_update.update.updater import Payload, Push, Updater
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
 from weight_update.weights.extract import extract_weights
@@ -71,6 +71,8 @@ class FakeEngine:
 
     def objection(self, mode: str) -> str | None:
         return None
+
+    intake = Intake()
 
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         return ()
@@ -194,6 +196,9 @@ class FakePacker:
     def objections(self, plan: Any) -> list[str]:
         return []
 
+    def abandon(self) -> None:
+        pass
+
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
         return [weight.read() for weight in bucket.weights]
 
@@ -213,7 +218,7 @@ class House:
             return []
 
         weights = extract_weights({name: torch.zeros(2) for name in "abcd"})
-        return self.updater.update(Push(lambda: weights, count))
+        return self.updater.update(Push(lambda: Payload(weights), count))
 
 
 def house(engines: int, **options: Any) -> House:

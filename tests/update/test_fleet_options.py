@@ -16,7 +16,7 @@ from weight_update import ConfigurationError, EngineState, WeightUpdateError
 from weight_update.errors import EngineUnreachable
 from weight_update.report import Progress
 from weight_update.update.turns import turn
-from weight_update.update.updater import Push, Updater
+from weight_update.update.updater import Payload, Push, Updater
 from weight_update.waiting import Deadline
 from weight_update.weights.extract import extract_weights
 
@@ -145,7 +145,7 @@ def during_the_pause(home: World, act: Any) -> None:
             calls.pop()()
 
     weights = extract_weights({name: value_of(2.0) for name in NAMES})
-    home.updater.update(Push(lambda: weights, lambda _: (), progress=hook))
+    home.updater.update(Push(lambda: Payload(weights), lambda _: (), progress=hook))
 
 
 def test_a_second_sender_of_a_busy_engine_is_refused_at_once_if_it_wants() -> None:
@@ -352,7 +352,7 @@ def test_an_interrupt_as_a_phase_begins_leaves_a_known_state(
 
     weights = extract_weights({name: value_of(2.0) for name in NAMES})
     with pytest.raises(interrupt) as raised:
-        home.updater.update(Push(lambda: weights, lambda _: (), progress=hook))
+        home.updater.update(Push(lambda: Payload(weights), lambda _: (), progress=hook))
 
     for engine in home.fleet:
         outcome = home.updater.engines[engine.url]

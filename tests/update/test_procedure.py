@@ -18,7 +18,7 @@ import torch
 from weight_update import EngineState, UpdateTimeout, WeightUpdateError
 from weight_update.report import Progress
 from weight_update.update.fleet import Fleet
-from weight_update.update.updater import Push
+from weight_update.update.updater import Payload, Push
 from weight_update.weights.extract import extract_weights
 
 _spec = importlib.util.spec_from_file_location("fakes", Path(__file__).parent / "fakes.py")
@@ -73,7 +73,7 @@ def test_the_version_is_counted_after_every_label_and_before_any_continues() -> 
         return []
 
     weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
-    home.updater.update(Push(lambda: weights, count))
+    home.updater.update(Push(lambda: Payload(weights), count))
 
     assert seen == [("1", True)] * 3
 
@@ -245,7 +245,7 @@ def test_an_interrupt_leaves_a_known_state_and_says_so() -> None:
 
     weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
     with pytest.raises(KeyboardInterrupt) as raised:
-        home.updater.update(Push(lambda: weights, interrupt))
+        home.updater.update(Push(lambda: Payload(weights), interrupt))
 
     assert not home.engines[0].paused
     assert "new" in raised.value.__notes__[0]
@@ -357,7 +357,7 @@ def test_a_push_that_lacks_weights_of_the_failed_one_does_not_heal() -> None:
     some = fakes.extract_weights({"a": fakes.torch.zeros(2)})
 
     with pytest.raises(WeightUpdateError, match="lacks 2 of the tensors") as failure:
-        home.updater.update(Push(lambda: some, lambda version: (), whole=False))
+        home.updater.update(Push(lambda: Payload(some, whole=False), lambda version: ()))
 
     assert failure.value.phase == "plan"
     assert home.engines[0].paused
@@ -397,7 +397,7 @@ def test_collectors_that_hang_do_not_keep_the_engines_paused() -> None:
         release.wait(20)
         return []
 
-    report = home.updater.update(Push(lambda: weights, hang))
+    report = home.updater.update(Push(lambda: Payload(weights), hang))
     release.set()
 
     assert not home.engines[0].paused
@@ -453,7 +453,7 @@ def test_a_partial_push_into_an_update_that_another_trainer_left_open_is_refused
     some = fakes.extract_weights({"a": fakes.torch.zeros(2)})
 
     with pytest.raises(WeightUpdateError, match="another trainer") as failure:
-        home.updater.update(Push(lambda: some, lambda version: (), whole=False))
+        home.updater.update(Push(lambda: Payload(some, whole=False), lambda version: ()))
 
     assert states(failure.value) == [EngineState.MIXED]
     assert home.engines[0].paused
@@ -523,7 +523,7 @@ def test_a_hook_that_calls_its_sender_is_refused_at_once() -> None:
             caught.append(error)
 
     weights = extract_weights({"a": torch.zeros(2)})
-    home.updater.update(Push(lambda: weights, lambda _: [], progress=call_again))
+    home.updater.update(Push(lambda: Payload(weights), lambda _: [], progress=call_again))
 
     assert "a hook of a running update called its sender" in str(caught[0])
     assert home.push().version == 2
@@ -535,7 +535,7 @@ def test_a_shape_that_an_engine_did_not_take_before_is_refused_beforehand() -> N
     other = fakes.extract_weights({name: fakes.torch.zeros(2 + (name == "c")) for name in "abcd"})
 
     with pytest.raises(WeightUpdateError, match=r"'c' is \(3,\) now") as failure:
-        home.updater.update(Push(lambda: other, lambda _: []))
+        home.updater.update(Push(lambda: Payload(other), lambda _: []))
 
     assert failure.value.phase == "plan"
     assert not any(engine.paused for engine in home.engines)
@@ -547,7 +547,7 @@ def test_a_restarted_engine_may_take_other_shapes() -> None:
     home.engines[0].instance, home.engines[0].shown = "second", "default"
     other = fakes.extract_weights({name: fakes.torch.zeros(3) for name in "abcd"})
 
-    assert home.updater.update(Push(lambda: other, lambda _: [])).version == 2
+    assert home.updater.update(Push(lambda: Payload(other), lambda _: [])).version == 2
 
 
 def test_a_pause_that_was_never_answered_is_told_of() -> None:

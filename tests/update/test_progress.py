@@ -26,7 +26,9 @@ AFTERWARDS = ["end", "flush", "verify", "stamp", "count", "continue"]
 
 def push(home: Any, hook: Any) -> Any:
     weights = fakes.extract_weights({name: fakes.torch.zeros(2) for name in "abcd"})
-    return home.updater.update(fakes.Push(lambda: weights, lambda _: (), progress=hook))
+    return home.updater.update(
+        fakes.Push(lambda: fakes.Payload(weights), lambda _: (), progress=hook)
+    )
 
 
 def test_a_hook_is_told_of_each_phase_and_of_each_confirmed_bucket() -> None:

@@ -1,7 +1,8 @@
-"""The plan: every weight once, in order, bounded, and aligned for the reader (C59, C21)."""
+"""The plan: every weight once, in order, bounded, aligned and with its group (C59, C21, C29)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from math import ceil
 
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_update.weights.buckets import Plan, plan_buckets
+from weight_update.weights.buckets import Bucket, Plan, plan_buckets
+from weight_update.weights.families.fused import group_of, set_of
 from weight_update.weights.specs import TensorSpec, Weight
 
 DTYPES = (
@@ -206,3 +208,204 @@ def test_a_spec_knows_its_bytes_and_the_bare_torch_name(
 @pytest.mark.parametrize(("shape", "nbytes"), [((), 4), ((0, 4), 0), ((3, 0), 0), ((1, 1), 4)])
 def test_scalars_have_one_item_and_empty_tensors_none(shape: tuple[int, ...], nbytes: int) -> None:
     assert TensorSpec("w", torch.float32, shape).nbytes == nbytes
+
+
+# -- groups that engines fuse ----------------------------------------------------------------
+
+MODULES = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "input_layernorm"),
+    *(f"mlp.experts.{i}.{part}" for i in range(3) for part in ("w1", "w2", "w3")),
+)
+NAMES = st.builds(
+    "model.layers.{}.{}.{}".format,
+    st.integers(0, 1),
+    st.sampled_from(MODULES),
+    st.sampled_from(("weight", "bias", "weight_scale_inv")),
+)
+
+
+@st.composite
+def model_weights(draw: st.DrawFn) -> list[Weight]:
+    names = draw(st.lists(NAMES, unique=True, max_size=40))
+    facts = [(draw(st.sampled_from(DTYPES[:5])), draw(SHAPES)) for _ in names]
+    return [weight(name, *fact) for name, fact in zip(names, facts, strict=True)]
+
+
+def homes(plan: Plan) -> Iterator[tuple[str, int]]:
+    """Each group, and each bucket that has a member of it."""
+    for index, bucket in enumerate(plan.buckets):
+        yield from {(key, index) for spec in bucket.specs if (key := group_of(spec.name))}
+
+
+LARGEST = st.integers(0, 300)
+
+
+@given(model_weights(), LIMITS, LARGEST, st.booleans())
+def test_no_group_is_torn_whatever_lanes_its_members_would_take(
+    weights: list[Weight], limit: int, largest: int, even: bool
+) -> None:
+    plan = plan_buckets(weights, limit, lambda spec: spec.nbytes <= largest, even=even)
+
+    found = list(homes(plan))
+    assert len(found) == len({key for key, _ in found})
+
+
+@given(model_weights(), LIMITS, LARGEST, st.booleans())
+def test_groups_change_neither_what_travels_nor_how_often(
+    weights: list[Weight], limit: int, largest: int, even: bool
+) -> None:
+    plan = plan_buckets(weights, limit, lambda spec: spec.nbytes <= largest, even=even)
+
+    sent = [w.spec.name for bucket in plan.buckets for w in bucket.weights]
+    assert sorted(sent) == sorted(w.spec.name for w in weights)
+    assert all(bucket.weights for bucket in plan.buckets)
+
+
+@given(model_weights(), LIMITS)
+def test_only_a_single_group_may_exceed_the_limit(weights: list[Weight], limit: int) -> None:
+    for bucket in plan_buckets(weights, limit).buckets:
+        filled = {group_of(w.spec.name) or w.spec.name for w in bucket.weights if w.spec.nbytes}
+        assert bucket.nbytes <= limit or len(filled) == 1
+
+
+@given(model_weights(), LIMITS)
+def test_the_experts_of_a_layer_share_a_bucket_where_they_fit(
+    weights: list[Weight], limit: int
+) -> None:
+    plan = plan_buckets(weights, limit)
+    sizes: dict[str, int] = {}
+    places: dict[str, set[int]] = {}
+    for index, bucket in enumerate(plan.buckets):
+        for spec in bucket.specs:
+            home = set_of(group_of(spec.name) or "")
+            if home:
+                sizes[home] = sizes.get(home, 0) + spec.nbytes
+                places.setdefault(home, set()).add(index)
+    assert all(len(places[home]) == 1 for home, size in sizes.items() if size <= limit)
+
+
+@given(model_weights(), LIMITS)
+def test_every_offset_fits_its_item_in_buckets_of_groups_too(
+    weights: list[Weight], limit: int
+) -> None:
+    for bucket in plan_buckets(weights, limit).buckets:
+        offset = 0
+        for spec in bucket.specs:
+            assert offset % spec.dtype.itemsize == 0
+            offset += spec.nbytes
+
+
+@given(model_weights(), LIMITS)
+def test_groups_travel_in_the_order_of_their_first_members(
+    weights: list[Weight], limit: int
+) -> None:
+    def first_seen(names: list[str]) -> list[str]:
+        keys = [set_of(group_of(n) or "") or group_of(n) or n for n in names]
+        return list(dict.fromkeys(keys))
+
+    plan = plan_buckets(weights, limit)
+    order = {w.spec.name: i for i, w in enumerate(weights)}
+    sent = [n for b in plan.buckets for n in sorted((s.name for s in b.specs), key=order.get)]
+    assert first_seen(sent) == first_seen([w.spec.name for w in weights])
+
+
+def attention(sizes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> list[Weight]:
+    return [
+        weight(f"model.layers.0.self_attn.{part}_proj.weight", dtype, (size,))
+        for part, size in zip("qkv", sizes, strict=True)
+    ]
+
+
+def lanes(plan: Plan) -> list[tuple[bool, int]]:
+    return [(bucket.flat, len(bucket.weights)) for bucket in plan.buckets]
+
+
+def test_a_group_larger_than_the_limit_gets_a_bucket_of_its_own_and_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = [weight("a", torch.float32, (1,)), *attention((9, 3, 3)), weight("b", torch.int8, ())]
+    with caplog.at_level("INFO", logger="weight_update"):
+        plan = plan_buckets(weights, 16)
+
+    assert [len(b.weights) for b in plan.buckets] == [1, 3, 1]
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "bucket_bytes=16" in line
+    assert "model.layers.0.self_attn.qkv" in line
+
+
+def test_experts_that_do_not_fit_are_divided_between_experts_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = [
+        weight(f"model.layers.{layer}.mlp.experts.{i}.{part}.weight", torch.uint8, (4,))
+        for layer in range(5)
+        for i in range(4)
+        for part in ("w1", "w2", "w3")
+    ]
+    with caplog.at_level("INFO", logger="weight_update"):
+        plan = plan_buckets(weights, 30)
+
+    assert [len(b.weights) for b in plan.buckets] == [6] * 10
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "divided between its experts" in line
+
+
+def test_a_single_weight_larger_than_the_limit_is_no_news(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", logger="weight_update"):
+        plan_buckets([weight("model.norm.weight", torch.float32, (9,))], 4)
+
+    assert not caplog.records
+
+
+def test_small_members_follow_large_ones_that_travel_as_they_are() -> None:
+    plan = plan_buckets(attention((9, 1, 1)), 100, lambda spec: spec.nbytes < 30)
+
+    assert lanes(plan) == [(False, 3)]
+
+
+def test_a_member_of_a_dtype_that_may_have_to_be_packed_takes_its_group_along() -> None:
+    q, k, _ = attention((9, 1, 1))
+    v = weight("model.layers.0.self_attn.v_proj.weight", torch.float8_e4m3fn, (1,))
+    plan = plan_buckets([q, k, v], 100, lambda spec: spec.nbytes < 30)
+
+    assert lanes(plan) == [(True, 3)]
+
+
+def test_another_rule_of_groups_can_be_given() -> None:
+    weights = [weight(f"w{i}", torch.uint8, (4,)) for i in range(6)]
+    plan = plan_buckets(weights, 8, group_of=lambda name: "odd" if int(name[1]) % 2 else None)
+
+    assert [[s.name for s in b.specs] for b in plan.buckets] == [
+        ["w0"],
+        ["w1", "w3", "w5"],
+        ["w2", "w4"],
+    ]
+
+
+def test_an_aligned_order_is_kept_so_that_a_weight_follows_its_scales() -> None:
+    pair = [
+        weight(f"a.{name}", dtype, shape)
+        for _ in range(2)
+        for name, dtype, shape in (
+            ("o_proj.weight_scale_inv", torch.float32, (2,)),
+            ("o_proj.weight", torch.float8_e4m3fn, (2, 4)),
+        )
+    ]
+    bucket: Bucket
+    (bucket,) = plan_buckets(pair, 100).buckets
+
+    assert [spec.dtype for spec in bucket.specs] == [torch.float32, torch.float8_e4m3fn] * 2
+
+
+def test_a_plain_model_needs_no_more_requests_than_its_bytes_ask_for() -> None:
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    weights = [
+        weight(f"model.layers.{layer}.x.{part}.weight", torch.float32, (25,))
+        for layer in range(60)
+        for part in parts
+    ]
+
+    assert len(plan_buckets(weights, 3_000).buckets) <= ceil(len(weights) * 100 / 3_000) + 1

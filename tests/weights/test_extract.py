@@ -256,16 +256,6 @@ def test_a_sparse_weight_is_refused_by_name() -> None:
         extract_weights({"w": torch.eye(2).to_sparse()})
 
 
-def test_a_shard_of_a_distributed_tensor_is_refused_by_name() -> None:
-    shard = torch.ones(2)
-    shard.full_tensor = lambda: torch.ones(4)  # what marks a DTensor
-
-    with pytest.raises(ConfigurationError, match="'w' is a shard") as caught:
-        extract_weights({"w": shard})
-
-    assert "full_tensor" in caught.value.remedy
-
-
 class PackedLinear(nn.Module):
     """A quantised linear: packed bytes under a weight's name, as 4-bit layers keep them (C42)."""
 

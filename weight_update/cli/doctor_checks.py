@@ -73,7 +73,7 @@ def _fit_findings(server: ServerFacts, facts: Facts) -> Iterator[Finding]:
     model = facts.model
     if model is not None and model.specs is not None:
         served = facts.served.get(server.url)
-        yield from weight_findings(server, model.specs, model.config, served)
+        yield from weight_findings(server, model, served)
 
 
 def findings_of(server: ServerFacts, facts: Facts) -> list[Finding]:

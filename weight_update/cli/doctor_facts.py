@@ -16,6 +16,7 @@ from weight_update.options import UpdateOptions
 from weight_update.transports.address import check_address, choose_address, listen
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.checkpoint import Checkpoint, read_config
+from weight_update.weights.saved_state_dict import SavedStateDict, open_weights
 from weight_update.weights.specs import TensorSpec
 
 T = TypeVar("T")
@@ -46,11 +47,13 @@ class ModelFacts:
     """A checkpoint as far as its headers and its configuration tell.
 
     Attributes:
-        path: Its folder.
+        path: Its folder, or its file.
         specs: Its weights, by name; None when it cannot be read.
         config: Its ``config.json``.
         error: Why it cannot be read.
         remedy: What to do about it.
+        trims: Whether rows beyond a server's vocabulary are cut off on the way.
+        casts: Whether floating weights are cast to a server's dtype on the way.
     """
 
     path: str
@@ -58,21 +61,28 @@ class ModelFacts:
     config: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     remedy: str = ""
+    trims: bool = False
+    casts: bool = False
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> ModelFacts:
+    def of(cls, checkpoint: Checkpoint | SavedStateDict) -> ModelFacts:
         """What a checkpoint that could be read tells."""
         specs = {spec.name: spec for spec in checkpoint.specs}
-        return cls(str(checkpoint.directory), specs, checkpoint.config())
+        return cls(str(path_of(checkpoint)), specs, checkpoint.config())
 
     @classmethod
     def at(cls, path: Path) -> ModelFacts:
-        """What a folder tells, be it only why it cannot be read."""
+        """What a folder or a file tells, be it only why it cannot be read."""
         try:
-            return cls.of(Checkpoint(path))
+            return cls.of(open_weights(path))
         except WeightUpdateError as error:
             config = read_config(path)
             return cls(str(path), config=config, error=error.message, remedy=error.remedy)
+
+
+def path_of(checkpoint: Checkpoint | SavedStateDict) -> Path:
+    """Where a checkpoint is."""
+    return checkpoint.path if isinstance(checkpoint, SavedStateDict) else checkpoint.directory
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,13 @@ def model_findings(model: ModelFacts | None) -> Iterator[Finding]:
 
 
 def weight_findings(
-    server: ServerFacts,
-    specs: Mapping[str, TensorSpec],
-    config: Mapping[str, Any],
-    served: ModelFacts | None,
+    server: ServerFacts, model: ModelFacts, served: ModelFacts | None
 ) -> Iterator[Finding]:
     """Names, shapes and dtype of a checkpoint against what the server says it has."""
-    yield from name_findings(server, specs, config, served)
-    yield from shape_findings(server, specs, config, served)
-    yield from dtype_findings(server, specs)
+    yield from name_findings(server, model.specs or {}, model.config, served)
+    yield from shape_findings(server, model, served)
+    if not model.casts:
+        yield from dtype_findings(server, model.specs or {})
 
 
 def name_findings(
@@ -80,12 +78,12 @@ def _misnamed(url: str, unknown: Sequence[str], lacking: Sequence[str]) -> Itera
 
 
 def shape_findings(
-    server: ServerFacts,
-    specs: Mapping[str, TensorSpec],
-    config: Mapping[str, Any],
-    served: ModelFacts | None,
+    server: ServerFacts, model: ModelFacts, served: ModelFacts | None
 ) -> Iterator[Finding]:
     """Shapes that differ; a server may take a wrong one without a word."""
+    specs, config = model.specs or {}, dict(model.config)
+    if model.trims:
+        config.pop("vocab_size", None)
     theirs = served.specs if served is not None and served.specs is not None else {}
     differing = [] if theirs or served is None else _differing(config, served.config)
     if differing:
@@ -100,7 +98,7 @@ def shape_findings(
     wrong = [
         f"{name!r} is {specs[name].shape} in the checkpoint and {shape} in the server"
         for name, shape in known.items()
-        if name in specs and specs[name].shape != shape
+        if name in specs and not _fits(specs[name].shape, shape, trims=model.trims)
     ]
     if wrong:
         yield Finding(
@@ -112,6 +110,16 @@ def shape_findings(
     elif not theirs and not differing:
         seen = f" (only of {', '.join(server.lengths)})" if server.lengths else ""
         yield Finding("unknown", f"the shapes of its weights{seen}", server.url)
+
+
+def _fits(ours: tuple[int, ...], theirs: tuple[int, ...], *, trims: bool) -> bool:
+    """Whether a weight has the server's shape, or has it once its last rows are cut off.
+
+    Example:
+        >>> _fits((72, 4), (64, 4), trims=True), _fits((72, 4), (64, 4), trims=False)
+        (True, False)
+    """
+    return ours == theirs or (trims and ours[1:] == theirs[1:] and ours > theirs)
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -139,5 +147,5 @@ def dtype_findings(server: ServerFacts, specs: Mapping[str, TensorSpec]) -> Iter
             "warning",
             f"it serves {theirs} and the checkpoint is {', '.join(ours)}: it casts what it gets",
             server.url,
-            f"push with --dtype {theirs} to send what it keeps",
+            "push with --dtype engine to send what it keeps",
         )

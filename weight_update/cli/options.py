@@ -17,9 +17,10 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"
 
 
-class Dtype(StrEnum):
-    """What floating weights may be cast to."""
+class CastTo(StrEnum):
+    """What floating weights may be cast to on their way to a server."""
 
+    ENGINE = "engine"
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weight_update.cli.doctor_facts import Facts
     from weight_update.report import EngineOutcome
     from weight_update.weights.checkpoint import Checkpoint
+    from weight_update.weights.saved_state_dict import SavedStateDict
 
 _CHECK_SECONDS = 20.0
 # Phases in which an update has changed nothing on any server yet.
@@ -38,11 +39,14 @@ Hot-swap a checkpoint into live servers, which go on serving.
 
 All servers are paused, get the weights in one broadcast, and continue; requests in flight
 are kept. The checkpoint is read shard by shard: memory holds one shard and two buckets.
+It is a folder of safetensors, or a file of torch.save(model.state_dict(), ...), which is
+mapped and read with weights_only=True: nothing in it is run.
 
 \b
 Example:
   weight-update push --server http://127.0.0.1:30000 ./checkpoint
   weight-update push --server http://a:30000 --server http://b:30000 ./checkpoint --dry-run
+  weight-update push --server http://a:30000 ./model.pt --dtype engine --name-map '^policy[.]='
 
 With --json, standard output is the report and nothing else; after a failure it has "error"
 too. Progress goes to standard error.
@@ -69,7 +73,8 @@ Keys have no option: arguments are visible to everyone on the host (ps).
 CheckpointDir = Annotated[
     Path,
     typer.Argument(
-        metavar="CHECKPOINT_DIR", help="Folder with safetensors, as save_pretrained writes it."
+        metavar="CHECKPOINT",
+        help="Folder with safetensors, as save_pretrained writes it, or a file with a state_dict.",
     ),
 ]
 DryRun = Annotated[
@@ -77,8 +82,36 @@ DryRun = Annotated[
     typer.Option("--dry-run", help="Say what would be sent and what doctor finds; send nothing."),
 ]
 CastTo = Annotated[
-    options.Dtype | None,
-    typer.Option("--dtype", help="Cast floating weights on the way; by default as stored."),
+    options.CastTo | None,
+    typer.Option(
+        "--dtype",
+        help="Cast floating weights on the way; engine means to what the servers compute with. "
+        "By default as stored.",
+    ),
+]
+NameMap = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name-map",
+        metavar="REGEX=REPLACEMENT",
+        help="Rename weights: every match of the regular expression is replaced. Repeat it for "
+        "more; they are applied in order. The last = divides.",
+    ),
+]
+TrimVocabulary = Annotated[
+    bool,
+    typer.Option(
+        "--trim-vocabulary",
+        help="Cut off rows of the embedding and the output layer beyond the servers' vocabulary.",
+    ),
+]
+CheckFinite = Annotated[
+    bool,
+    typer.Option(
+        "--check-finite",
+        help="Look at every value before anything is paused, and refuse NaN and infinity. Reads "
+        "the checkpoint once more.",
+    ),
 ]
 BucketBytes = Annotated[
     int | None,
@@ -129,7 +162,7 @@ Verify = Annotated[
 class Job:
     """What one command line asks for."""
 
-    directory: Path
+    path: Path
     scheme: SGLangWeightSyncScheme
     check: bool
     as_json: bool
@@ -142,6 +175,9 @@ def push(
     as_json: options.Json = False,
     pause_mode: options.Pause = None,
     dtype: CastTo = None,
+    name_map: NameMap = None,
+    trim_vocabulary: TrimVocabulary = False,
+    check_finite: CheckFinite = False,
     timeout: options.Timeout = 300.0,
     bucket_bytes: BucketBytes = None,
     device: Device = "cpu",
@@ -162,6 +198,9 @@ def push(
             pause_mode=None if pause_mode is None else pause_mode.value,
             bucket_bytes=bucket_bytes,
             dtype=dtype,
+            name_map=_table(name_map),
+            trim_vocabulary=trim_vocabulary,
+            check_finite=check_finite,
             timeout=timeout,
             ca_file=None if ca_file is None else str(ca_file),
             verify=(verify.value if verify else "auto" if check else "off"),
@@ -172,18 +211,29 @@ def push(
 
 
 def _scheme(
-    server: list[str], *, dtype: options.Dtype | None, **arguments: Any
+    server: list[str], *, dtype: options.CastTo | None, **arguments: Any
 ) -> SGLangWeightSyncScheme:
     import torch
 
     from weight_update import ConfigurationError, SGLangWeightSyncScheme
 
+    chosen: Any = None if dtype is None else getattr(torch, dtype.value, dtype.value)
     try:
-        return SGLangWeightSyncScheme(
-            server, dtype=None if dtype is None else getattr(torch, dtype.value), **arguments
-        )
+        return SGLangWeightSyncScheme(server, dtype=chosen, **arguments)
     except ConfigurationError as error:
         usage(str(error))
+
+
+def _table(rules: list[str] | None) -> dict[str, str] | None:
+    """The regular expressions and replacements that were named; None without any."""
+    table: dict[str, str] = {}
+    for rule in rules or ():
+        pattern, divider, replacement = rule.rpartition("=")
+        if not divider or pattern in table:
+            why = "is given twice" if divider else "has no ="
+            usage(f"--name-map {rule!r} {why}; give REGEX=REPLACEMENT")
+        table[pattern] = replacement
+    return table or None
 
 
 def _run(job: Job) -> None:
@@ -206,16 +256,16 @@ def _run(job: Job) -> None:
         typer.echo(str(report))
 
 
-def _opened(job: Job) -> Checkpoint:
+def _opened(job: Job) -> Checkpoint | SavedStateDict:
     from weight_update import ConfigurationError
-    from weight_update.weights.checkpoint import Checkpoint
+    from weight_update.weights.saved_state_dict import open_weights
 
-    checkpoint = Checkpoint(job.directory)
+    checkpoint = open_weights(job.path)
     if job.scheme.dtype is not None and any(
         spec.dtype.is_floating_point and spec.dtype.itemsize == 1 for spec in checkpoint.specs
     ):
         raise ConfigurationError(
-            f"{job.directory} holds float8 weights, which mean nothing without their scales: "
+            f"{job.path} holds float8 weights, which mean nothing without their scales: "
             "they cannot be cast",
             phase="plan",
             remedy="leave --dtype out, or dequantise the model",
@@ -226,16 +276,23 @@ def _opened(job: Job) -> Checkpoint:
 # -- before anything is sent --------------------------------------------------------------
 
 
-def _facts(job: Job, checkpoint: Checkpoint) -> Facts:
+def _facts(job: Job, checkpoint: Checkpoint | SavedStateDict) -> Facts:
     from weight_update.cli.doctor_facts import ModelFacts, check_facts
     from weight_update.options import parse_server_urls
 
     chosen = job.scheme.options
     quick = replace(chosen, timeout=min(chosen.timeout, _CHECK_SECONDS))
-    return check_facts(parse_server_urls(job.scheme.server_url), quick, ModelFacts.of(checkpoint))
+    plan = job.scheme.create_transport().plan(checkpoint)
+    model = replace(
+        ModelFacts.of(checkpoint),
+        specs={spec.name: spec for bucket in plan.buckets for spec in bucket.specs},
+        trims=chosen.trim_vocabulary,
+        casts=chosen.dtype == "engine",
+    )
+    return check_facts(parse_server_urls(job.scheme.server_url), quick, model)
 
 
-def _refuse_misfit(job: Job, checkpoint: Checkpoint) -> None:
+def _refuse_misfit(job: Job, checkpoint: Checkpoint | SavedStateDict) -> None:
     """Raises if a server says that it has other weights; what is unknown refuses nothing."""
     from weight_update import WeightMismatchError
     from weight_update.cli.doctor_checks import misfits
@@ -257,10 +314,10 @@ def _rehearse(job: Job) -> None:
 
     try:
         checkpoint = _opened(job)
+        plan = _plan(job, checkpoint)
+        diagnosis = diagnose(_facts(job, checkpoint))
     except WeightUpdateError as error:
         _failed(job, error, None)
-    plan = _plan(job, checkpoint)
-    diagnosis = diagnose(_facts(job, checkpoint))
     if job.as_json:
         give({**plan, "doctor": diagnosis.to_dict()})
     else:
@@ -269,7 +326,7 @@ def _rehearse(job: Job) -> None:
     raise typer.Exit(Exit.OK if diagnosis.ok else Exit.FAILED)
 
 
-def _plan(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
+def _plan(job: Job, checkpoint: Checkpoint | SavedStateDict) -> dict[str, Any]:
     """What would be sent."""
     plan = job.scheme.create_transport().plan(checkpoint)
     dtypes: Counter[str] = Counter()
@@ -277,7 +334,7 @@ def _plan(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
         for spec in bucket.specs:
             dtypes[spec.dtype_name] += spec.nbytes
     return {
-        "checkpoint": str(job.directory),
+        "checkpoint": str(job.path),
         "tensors": plan.tensors,
         "bytes": plan.nbytes,
         "buckets": len(plan.buckets),

@@ -194,7 +194,8 @@ def _words_of(response: requests.Response) -> str:
     if isinstance(body, dict):
         nested = body.get("error")
         inner = nested if isinstance(nested, dict) else body
-        message = inner.get("message") or inner.get("error") or inner.get("detail")
+        keys = ("message", "error", "detail", "error_message")
+        message = next((inner[key] for key in keys if inner.get(key)), None)
         if isinstance(message, str) and message:
             return message
     return " ".join(text_of(response).split()) or "(empty body)"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from weight_update.engines.model_folder import read_config, read_scaled
 from weight_update.engines.sglang_capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
@@ -20,13 +22,14 @@ from weight_update.engines.sglang_facts import (
     digests_of,
     first_row_of,
     instance_of,
+    intake_of,
     label_of,
     model_of,
 )
 from weight_update.engines.sglang_names import RuntimeNames, check_names, runtime_names
 from weight_update.engines.sglang_session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
-from weight_update.facts import Digests, NameCheck, Sighting
+from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode
 from weight_update.waiting import Deadline
 
@@ -55,6 +58,7 @@ class SGLangEngine:
         self._capabilities: SGLangCapabilities | None = None
         self._layout = SGLangLayout(ranks=None, disaggregated=False)
         self._model = SGLangModel()
+        self._intake = Intake()
         self._runtime: RuntimeNames | None = None
         self._stands_still = False
 
@@ -75,6 +79,7 @@ class SGLangEngine:
             release if isinstance(release, str) else "", routes, url=self.url
         )
         self._model, self._runtime = model_of(info, model), None
+        self._intake = self._intake_of(info, model)
 
     @property
     def capabilities(self) -> SGLangCapabilities:
@@ -92,6 +97,11 @@ class SGLangEngine:
     def layout(self) -> str | None:
         """Equal for servers that hold equal weights in equal parts; None when it is unknown."""
         return self._model.layout
+
+    @property
+    def intake(self) -> Intake:
+        """How the server takes weights, as :meth:`inspect` found it."""
+        return self._intake
 
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         """URLs of the servers behind this one, if it is a router; none for a server.
@@ -260,7 +270,9 @@ class SGLangEngine:
 
     def session(self) -> SGLangSession:
         """A session for one update."""
-        return SGLangSession(self._client, needed=self.capabilities.sessions)
+        return SGLangSession(
+            self._client, needed=self.capabilities.sessions, drafts=self._intake.drafts
+        )
 
     def close(self) -> None:
         """Closes the connections."""
@@ -274,6 +286,13 @@ class SGLangEngine:
                 phase="connect",
                 remedy="give the server's root URL (without /v1), and not another service's",
             )
+
+    def _intake_of(self, info: dict[str, Any], model: dict[str, Any]) -> Intake:
+        # An update from disk moves the model's path, and only this answer tells.
+        folder = model.get("model_path") or info.get("model_path")
+        again = self.capabilities.sessions
+        intake = intake_of(info, model, read_config(folder), requantises=again)
+        return replace(intake, scaled=read_scaled(folder)) if intake.block else intake
 
     def _digests(self, deadline: Deadline, phase: Phase) -> Digests | None:
         return digests_of(self._client.checksums(deadline, phase))

@@ -109,9 +109,15 @@ class SGLangClient:
         """Continues generation; harmless when it was not paused."""
         self._post("/continue_generation", "continue", deadline, {"torch_empty_cache": True})
 
-    def begin(self, deadline: Deadline) -> None:
-        """Opens the session that update requests need from 0.5.21 on."""
-        self._post("/begin_weight_update", "begin", deadline, {}, flag=True)
+    def begin(self, deadline: Deadline, selector: str | None = None) -> None:
+        """Opens the session that update requests need from 0.5.21 on.
+
+        Args:
+            deadline: Bound of the call.
+            selector: Which of the server's models it is for; None for all.
+        """
+        body = {} if selector is None else {"selector": selector}
+        self._post("/begin_weight_update", "begin", deadline, body, flag=True)
 
     def end(self, deadline: Deadline) -> None:
         """Closes the session; the server post-processes the weights."""
@@ -211,7 +217,9 @@ def _says_yes(response: requests.Response, *, flag: bool) -> bool:
     return isinstance(answer, dict) and answer.get("success", not flag) is True
 
 
-def update_request(bucket: Bucket, *, group_name: str, flush: bool) -> dict[str, Any]:
+def update_request(
+    bucket: Bucket, *, group_name: str, flush: bool, selector: str | None = None
+) -> dict[str, Any]:
     """The body of an update request.
 
     Requests in flight are never aborted, and no version is written: the label moves once,
@@ -228,6 +236,7 @@ def update_request(bucket: Bucket, *, group_name: str, flush: bool) -> dict[str,
         "group_name": group_name,
         "flush_cache": flush,
         "abort_all_requests": False,
+        **({} if selector is None else {"selector": selector}),
     }
     return {**body, "load_format": "flattened_bucket"} if bucket.flat else body
 

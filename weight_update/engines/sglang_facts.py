@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from weight_update.engines.sglang_names import are_names_known
-from weight_update.facts import Digests, Part
+from weight_update.facts import Digests, Intake, Part
 
 # Fields of /server_info that a start makes anew: the seed unless it was given, and how long
 # each step of the start took (0.5.23).
@@ -17,6 +17,14 @@ _ANEW = ("random_seed", "startup_time")
 # What decides which bytes a rank holds, and how they are digested.
 _LAYOUT = ("version", "tp_size", "dtype", "device")
 _LAYOUT_OPTIONS = ("quantization", "ep_size", "enable_lora", "speculative_algorithm")
+_DTYPES = {
+    **{name: name for name in ("float16", "bfloat16", "float32", "float64")},
+    **{"half": "float16", "float": "float32"},
+}
+# The part of a configuration that is about the text model, in one that has several.
+_TEXT = ("text_config", "llm_config", "language_config")
+_NOT_QUANTISED = ("", "none", "unquant")
+_NO_DRAFT_MODEL = ("", "none", "ngram")
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,7 @@ def model_of(info: Mapping[str, Any], model: Mapping[str, Any]) -> SGLangModel:
         >>> model_of(info, {"architectures": ["LlamaForCausalLM"]}).layout
         'version=0.5.23, tp_size=1, dtype=bfloat16, device=cuda, architectures=LlamaForCausalLM'
     """
-    rows = model.get("architectures")
-    found = tuple(row for row in rows if isinstance(row, str)) if isinstance(rows, list) else ()
+    found = _texts(model.get("architectures"))
     return SGLangModel(
         found,
         _layout_of(info, found),
@@ -63,6 +70,117 @@ def _layout_of(info: Mapping[str, Any], architectures: tuple[str, ...]) -> str |
         fields["model_path"] = info.get("model_path")
     fields["architectures"] = "+".join(architectures)
     return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def intake_of(
+    info: Mapping[str, Any],
+    model: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    requantises: bool = False,
+) -> Intake:
+    """How a server takes weights.
+
+    Args:
+        info: Its ``/server_info``.
+        model: Its ``/model_info``.
+        config: ``config.json`` of its model; empty where that cannot be read.
+        requantises: Whether the release processes weights again at the end of an update.
+
+    Example:
+        >>> intake = intake_of({"dtype": "auto"}, {}, {"dtype": "float32", "vocab_size": 64})
+        >>> intake.dtype, intake.vocabulary, intake.quantization
+        ('float16', 64, None)
+    """
+    config = {**config, **_overrides_of(info)}
+    quantisation = _quantisation_of(info, config)
+    left_out = quantisation.get("ignored_layers") or quantisation.get("modules_to_not_convert")
+    return Intake(
+        architectures=_texts(model.get("architectures")),
+        dtype=_dtype_of(info, config),
+        vocabulary=_vocabulary_of(config),
+        quantization=_kind_of(quantisation),
+        block=_block_of(quantisation.get("weight_block_size")),
+        unconverted=_texts(left_out),
+        requantises=requantises,
+        drafts=_word(info.get("speculative_algorithm")) not in _NO_DRAFT_MODEL,
+        partial_modules=not quantisation,
+    )
+
+
+def _overrides_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        found = json.loads(info.get("json_model_override_args") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _word(value: Any) -> str:
+    return value.lower() if isinstance(value, str) else ""
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(row for row in value if isinstance(row, str)) if isinstance(value, list) else ()
+
+
+def _parts_of_text(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where the facts of the text model stand, the likeliest place first."""
+    nested = [config[name] for name in _TEXT if isinstance(config.get(name), dict)]
+    return [*nested[:1], config]
+
+
+def _dtype_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    told = _word(info.get("dtype"))
+    if told != "auto":
+        return _DTYPES.get(told)
+    parts = _parts_of_text(config)
+    kept = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+    own = next((dtype for dtype in map(_word, kept) if dtype), None)
+    if own is None:
+        return None
+    dtype = _DTYPES.get(own.removeprefix("torch."))
+    if dtype != "float32":
+        return dtype
+    # "auto" serves no model in fp32.
+    return "bfloat16" if _word(parts[0].get("model_type")).startswith("gemma") else "float16"
+
+
+def _vocabulary_of(config: Mapping[str, Any]) -> int | None:
+    sizes = [part.get("vocab_size") for part in _parts_of_text(config)]
+    return next((size for size in sizes if _is_count(size) and size > 0), None)
+
+
+def _quantisation_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server was told of quantisation, or else its checkpoint; empty when there is none."""
+    kept = [
+        part[key]
+        for part in (config, *_parts_of_text(config))
+        for key in ("quantization_config", "compression_config")
+        if isinstance(part.get(key), dict) and part[key]
+    ]
+    found = {"quant_method": "a kind that its configuration does not name"}
+    found = {**found, **kept[0]} if kept else {}
+    told = _word(info.get("quantization")) or ("torchao" if info.get("torchao_config") else "")
+    if told in _NOT_QUANTISED:
+        return found
+    # A checkpoint of another kind is converted when it is loaded, and so is a plain one.
+    same = _word(found.get("quant_method")) == told
+    return {**(found if same else {}), "quant_method": told}
+
+
+def _kind_of(quantisation: Mapping[str, Any]) -> str | None:
+    """The word for a kind of quantisation; scales of a format of their own make another kind."""
+    kind, scales = quantisation.get("quant_method"), quantisation.get("scale_fmt")
+    if not quantisation:
+        return None
+    return f"{kind} with scales in {scales}" if scales else str(kind)
+
+
+def _block_of(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_count, value)):
+        return None
+    return (value[0], value[1]) if all(value) else None
 
 
 def label_of(model: Mapping[str, Any]) -> str | None:

@@ -14,11 +14,15 @@ class SGLangSession:
     Args:
         client: The server.
         needed: Whether the release has sessions; without, opening and closing do nothing.
+        drafts: Whether the server runs a draft model. It may have layers of the same names,
+            and left to its default, a release with sessions loads the weights of the model
+            that is served into both. Older releases load them into that one only.
     """
 
-    def __init__(self, client: SGLangClient, *, needed: bool) -> None:
+    def __init__(self, client: SGLangClient, *, needed: bool, drafts: bool = False) -> None:
         self._client = client
         self._needed = needed
+        self._selector = "target" if needed and drafts else None
 
     def open(self, deadline: Deadline) -> bool:
         """Begins the update; returns whether another one was open.
@@ -29,13 +33,13 @@ class SGLangSession:
         if not self._needed:
             return False
         try:
-            self._client.begin(deadline)
+            self._client.begin(deadline, self._selector)
             return False
         except EngineRejected as error:
             if "already open" not in error.message:
                 raise
         self._client.end(deadline)
-        self._client.begin(deadline)
+        self._client.begin(deadline, self._selector)
         return True
 
     def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
@@ -50,7 +54,7 @@ class SGLangSession:
         Raises:
             EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
         """
-        body = update_request(bucket, group_name=group_name, flush=flush)
+        body = update_request(bucket, group_name=group_name, flush=flush, selector=self._selector)
         self._client.update(body, deadline)
 
     def close(self, deadline: Deadline) -> None:

@@ -93,6 +93,8 @@ def _add_tuning(add: Callable[..., Any]) -> None:
     add("--max-running-requests", type=int, default=64, help="size of the running batch")
     add("--prefix-cache-entries", type=int, default=128, help="0 turns the prefix cache off")
     add("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
+    add("--fuses", type=int, default=0, help="1: lose fused weights that come in parts")
+    add("--shows", type=json.loads, default={}, help="JSON that /server_info shows besides")
     add("--request-log", type=Path, help="file that gets one JSON line an event")
     add("--ready-fd", type=int, help=argparse.SUPPRESS)
     add("--parent-pid", type=int, help=argparse.SUPPRESS)
@@ -180,11 +182,12 @@ def _scheduler(arguments: argparse.Namespace) -> Any:
 def _new_scheduler(arguments: argparse.Namespace) -> Any:
     import torch
 
+    from weight_update.reference_engine.fusing import FusingWeights
     from weight_update.reference_engine.generation import Generator, PrefixCache
     from weight_update.reference_engine.ranks import Ranks, find_leader, start_others
     from weight_update.reference_engine.scheduler import Scheduler
     from weight_update.reference_engine.shards import Shard
-    from weight_update.reference_engine.weights import load_model
+    from weight_update.reference_engine.weights import Weights, load_model
 
     torch.set_num_threads(arguments.threads)
     rank, size, store = arguments.tp_rank, arguments.tp, None
@@ -193,7 +196,9 @@ def _new_scheduler(arguments: argparse.Namespace) -> Any:
     device = torch.device(arguments.device)
     if device.type != "cpu":
         device = torch.device(device.type, (device.index or 0) + rank)
-    loaded = load_model(Path(arguments.model), arguments.dtype, device, Shard(rank, size))
+    kind = FusingWeights if arguments.fuses else Weights
+    shard = Shard(rank, size)
+    loaded = load_model(Path(arguments.model), arguments.dtype, device, shard, kind)
     return Scheduler(
         loaded,
         Generator(loaded.model, PrefixCache(arguments.prefix_cache_entries)),
@@ -221,7 +226,7 @@ def _info(arguments: argparse.Namespace, port: int, config: Any) -> Any:
     }
     return ServerInfo(
         release=release,
-        arguments=start_arguments(options, release),
+        arguments=start_arguments(options, release) | arguments.shows,
         model={"model_type": config.model_type, "architectures": config.architectures},
         limits=Limits(config.vocab_size, config.max_position_embeddings, frozenset(stops)),
         tokenizer=_tokenizer(Path(arguments.model)),

@@ -55,6 +55,8 @@ class ReferenceEngine:
         max_running_requests: Size of the running batch.
         prefix_cache_entries: How many token sequences the prefix cache keeps; 0 for none.
         threads: Torch threads of the engine.
+        fuses: Whether it loses weights of a fused module that do not come in one request.
+        shows: What ``/server_info`` shows besides, such as a quantisation; nothing else changes.
         wait: Whether construction waits until the engine is ready; otherwise call
             :meth:`wait_until_ready`, so that several engines can start at once.
 
@@ -87,6 +89,8 @@ class ReferenceEngine:
         max_running_requests: int = 64,
         prefix_cache_entries: int = 128,
         threads: int = 1,
+        fuses: bool = False,
+        shows: Mapping[str, Any] | None = None,
         wait: bool = True,
     ) -> None:
         check_extra()
@@ -111,6 +115,8 @@ class ReferenceEngine:
             "max-running-requests": max_running_requests,
             "prefix-cache-entries": prefix_cache_entries,
             "threads": threads,
+            "fuses": int(fuses),
+            "shows": json.dumps(dict(shows or {})),
         }
         self._spawn(faults)
         if wait:

@@ -230,7 +230,9 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def load_model(path: Path, dtype: str, device: torch.device, shard: Shard) -> Weights:
+def load_model(
+    path: Path, dtype: str, device: torch.device, shard: Shard, kind: type[Weights] = Weights
+) -> Weights:
     """Load a share of a causal language model for inference from a directory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -245,6 +247,6 @@ def load_model(path: Path, dtype: str, device: torch.device, shard: Shard) -> We
     model.tie_weights()
     # The one part that no checkpoint holds.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    weights = Weights(model, shapes, shard)
+    weights = kind(model, shapes, shard)
     weights.fill(path)
     return weights

@@ -12,8 +12,11 @@ from weight_update.options import (
     MASTER_ADDRESS_VARIABLE,
     Backend,
     DeviceLike,
+    DTypeLike,
     HttpOptions,
     LoadFormat,
+    Lora,
+    NameMap,
     OnFailure,
     PauseMode,
     Quorum,
@@ -33,6 +36,7 @@ from weight_update.schemes.sender import SGLangWeightSender
 from weight_update.schemes.torchrl_adapter import CollectorScheme, torchrl_logger
 from weight_update.schemes.transport import SGLangCollectiveTransport
 from weight_update.transports.address import check_address
+from weight_update.weights.name_map import check_name_map
 
 
 class SGLangWeightSyncScheme(CollectorScheme):
@@ -63,7 +67,18 @@ class SGLangWeightSyncScheme(CollectorScheme):
         load_format: ``"flattened_bucket"`` (one buffer a bucket), ``"tensors"`` (one
             broadcast a tensor), or ``"auto"``: buckets over NCCL, and over gloo for small
             tensors, which cost less copied than broadcast.
-        dtype: Floating tensors are cast to it on the way; None sends them as they are.
+        dtype: Floating tensors are cast to it on the way: a torch dtype, or ``"engine"`` for the
+            one that the servers compute with. None sends them as they are.
+        name_map: Names of the checkpoint to names of the servers, after everything else was
+            named: a function (None leaves the weight out), or a table of regular expressions
+            and replacements, each applied in turn.
+        trim_vocabulary: Whether rows of the embedding and the output layer beyond the servers'
+            vocabulary (padding of the trainer) are cut off; without it they are refused.
+        check_finite: Whether every value is looked at before anything is paused, and NaN or
+            infinity refused. It reads all weights once more.
+        lora: What is sent of a model with PEFT adapters: ``"merge"`` sends merged weights,
+            ``"adapter"`` the adapter alone, to servers that were started with LoRA.
+        lora_name: The name under which requests ask for an adapter that was sent by itself.
         timeout: Seconds for a whole connect or update; overrun by 2 s at most.
         api_key: Key of ordinary routes (or ``WEIGHT_UPDATE_API_KEY``).
         admin_api_key: Key of control routes (or ``WEIGHT_UPDATE_ADMIN_API_KEY``); ``api_key``
@@ -111,7 +126,12 @@ class SGLangWeightSyncScheme(CollectorScheme):
         backend: Backend = "auto",
         bucket_bytes: int | None = None,
         load_format: LoadFormat = "auto",
-        dtype: torch.dtype | None = None,
+        dtype: DTypeLike = None,
+        name_map: NameMap | None = None,
+        trim_vocabulary: bool = False,
+        check_finite: bool = False,
+        lora: Lora = "merge",
+        lora_name: str = "policy",
         timeout: float = 300.0,
         api_key: str | None = None,
         admin_api_key: str | None = None,
@@ -131,6 +151,7 @@ class SGLangWeightSyncScheme(CollectorScheme):
         self.server_url = urls[0] if isinstance(server_url, str) else list(urls)
         self.strategy_name = self.strategy_str = strategy
         _check_named_device(device)
+        check_name_map(name_map)
         self.options = UpdateOptions(
             master_address=_master_address(master_address),
             master_port=master_port,
@@ -144,6 +165,11 @@ class SGLangWeightSyncScheme(CollectorScheme):
             timeout=timeout,
             on_failure=on_failure,
             dtype=dtype,
+            name_map=name_map,
+            trim_vocabulary=trim_vocabulary,
+            check_finite=check_finite,
+            lora=lora,
+            lora_name=lora_name,
             quorum=quorum,
             initial_version=initial_version,
             verify=verify,

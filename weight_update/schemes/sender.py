@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,8 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
-from weight_update.schemes.transport import is_whole
+from weight_update.schemes.ranks import refuse_shards
+from weight_update.schemes.transport import is_whole, provided
 from weight_update.update.background import Background
 from weight_update.waiting import spawn
 from weight_update.weights.extract import Metadata, device_of
@@ -48,23 +49,30 @@ class SGLangWeightSender:
         self._scheme = scheme
         # One transport for life: what is known of mixed engines must outlive a group.
         self._transport = scheme.create_transport()
-        self._model_ref: weakref.ref[nn.Module] | None = None
+        self._model_ref: Callable[[], Any] | None = None
         self._collectors: list[Any] = []
         self._background = Background()
 
-    def register_model(self, model: nn.Module) -> None:
-        """Names the model whose weights are sent; it is held weakly.
+    def register_model(self, model: nn.Module | Callable[[], Any]) -> None:
+        """Names the model whose weights are sent; a module is held weakly.
+
+        Args:
+            model: The module, or a function that returns what to send at each update: for
+                trainers that replace their model (by a copy, or another wrapper) as they go.
 
         Raises:
-            ConfigurationError: It is no module, or one without weights.
+            ConfigurationError: It is neither, or a module without weights.
         """
-        if not isinstance(model, nn.Module):
+        if isinstance(model, nn.Module):
+            device_of(model)
+            self._model_ref = weakref.ref(model)
+        elif callable(model) and not isinstance(model, type):
+            self._model_ref = lambda: model
+        else:
             raise ConfigurationError(
                 f"a torch module is needed, not {type(model).__name__}",
                 remedy="pass a mapping of tensors to update_weights() instead",
             )
-        device_of(model)
-        self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
         """Has ``collector.increment_version()`` called once every server has new weights.
@@ -116,9 +124,12 @@ class SGLangWeightSender:
         may have touched.
 
         Args:
-            weights: A module, a mapping of names to tensors, a TensorDict or a
-                :class:`~weight_update.weights.checkpoint.Checkpoint`; None takes the registered
-                model.
+            weights: A module, a mapping of names to tensors, a TensorDict, a
+                :class:`~weight_update.weights.checkpoint.Checkpoint`, a
+                :class:`~weight_update.weights.saved_state_dict.SavedStateDict`, an iterator of
+                names and tensors (streamed; see
+                :class:`~weight_update.weights.stream.Stream`), or a function that returns one
+                of these; None takes the registered model.
             progress: Called at the start of each phase and after each bucket that every server
                 confirmed, one call at a time, from other threads. It must be quick: servers are
                 paused meanwhile. One that raises, or takes longer than a second, is warned of
@@ -137,12 +148,9 @@ class SGLangWeightSender:
                 ``WeightMismatchError`` (before any server was touched), ``EngineRejected``,
                 ``EngineUnreachable``, ``UpdateTimeout``.
         """
-
-        def source() -> Any:
-            return self._model() if weights is None else weights
-
-        whole = weights is None or is_whole(weights)
-        return self._transport.update(source, self._count, whole=whole, progress=progress)
+        return self._transport.update(
+            lambda: self._model() if weights is None else weights, self._count, progress=progress
+        )
 
     def update_weights_async(
         self,
@@ -166,12 +174,12 @@ class SGLangWeightSender:
             A future of the report. Leaving the ``with`` block waits for it; :meth:`shutdown`
             cancels one that has not begun, and breaks one that runs.
         """
-        given = self._model() if weights is None else weights
-        whole = weights is None or is_whole(weights)
+        given = provided(self._model() if weights is None else weights)
+        refuse_shards(given)
         held = self._transport.snapshot(given) if snapshot else given
         return self._background.submit(
             lambda: self._transport.update(
-                lambda: held, self._count, whole=whole, progress=progress
+                lambda: held, self._count, whole=is_whole(given), progress=progress
             )
         )
 
@@ -188,13 +196,14 @@ class SGLangWeightSender:
         Raises:
             WeightUpdateError: As in :meth:`update_weights`.
         """
-        if weights is not None and not is_whole(weights):
+        given = None if weights is None else provided(weights)
+        if given is not None and not is_whole(given):
             raise ConfigurationError(
-                f"a whole model is needed, and a {type(weights).__name__} may hold some weights",
+                f"a whole model is needed, and a {type(given).__name__} may hold some weights",
                 phase="plan",
                 remedy="pass the module or a Checkpoint",
             )
-        source = self._model if weights is None else lambda: weights
+        source = self._model if given is None else lambda: given
         return self._transport.recover(source, self._count, progress=progress)
 
     def add_engine(self, url: str) -> None:
@@ -268,7 +277,7 @@ class SGLangWeightSender:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheme!r}, version={self.version})"
 
-    def _model(self) -> nn.Module:
+    def _model(self) -> Any:
         if self._model_ref is None:
             raise ConfigurationError(
                 "No model registered (or the sender was shut down since)",
@@ -286,7 +295,7 @@ class SGLangWeightSender:
 
     def _model_device(self) -> torch.device | None:
         model = None if self._model_ref is None else self._model_ref()
-        return None if model is None else device_of(model)
+        return device_of(model) if isinstance(model, nn.Module) else None
 
     def _count(self, version: int) -> list[str]:
         """Counts in threads: a collector that hangs must not keep others from counting."""

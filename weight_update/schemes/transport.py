@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,23 @@ from weight_update.engines.sglang import SGLangEngine
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions, parse_device, parse_server_urls
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
+from weight_update.schemes.adapter_push import AdapterPush
+from weight_update.schemes.ranks import update_with_ranks
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import open_group
+from weight_update.update.planning import Payload
+from weight_update.update.reader import nobody_else
 from weight_update.update.updater import Push, Updater
+from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Plan
 from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.extract import Metadata, match_metadata
 from weight_update.weights.extraction_cache import ExtractionCache
+from weight_update.weights.lora.export import Adapter
+from weight_update.weights.name_map import renamed
+from weight_update.weights.saved_state_dict import SavedStateDict
 from weight_update.weights.specs import Weight
+from weight_update.weights.stream import Stream
 
 Counted = Callable[[int], Sequence[str]]
 
@@ -84,7 +93,13 @@ class SGLangCollectiveTransport:
         self._extraction = ExtractionCache()
         self._model_device: Callable[[], torch.device | None] = _default_device
         self._process = os.getpid()
-        self._updater = Updater(
+        self._adapter = AdapterPush(self._options) if self._options.lora == "adapter" else None
+        self._updater = (
+            self._broadcasts() if self._adapter is None else self._adapter.updater(self._urls)
+        )
+
+    def _broadcasts(self) -> Updater:
+        return Updater(
             self._urls,
             lambda url: SGLangEngine(url, self._options.http),
             open_group,
@@ -183,21 +198,21 @@ class SGLangCollectiveTransport:
         if self.rank != 0:
             raise WeightUpdateError("Weights can be sent only from rank 0")
         if weights is None:
-            return self.update(lambda: model_id, whole=is_whole(model_id))
+            return self.update(lambda: model_id)
         # A group that a failed update gave up is made anew by the next one.
         if self._updater.group is None and not self.check_connection():
             raise WeightUpdateError("Communication group not initialized")
         if self._metadata is None:
             raise WeightUpdateError("Model metadata not set")
         # Metadata of a whole model is matched in full.
-        return self.update(lambda: weights)
+        return self.update(lambda: weights, whole=True)
 
     def update(
         self,
         source: Callable[[], Any],
         counted: Counted | None = None,
         *,
-        whole: bool = True,
+        whole: bool | None = None,
         progress: ProgressHook | None = None,
     ) -> UpdateReport:
         """Runs one update; makes the group first if there is none.
@@ -205,13 +220,28 @@ class SGLangCollectiveTransport:
         Args:
             source: Returns what to send; matched with the metadata if there is one.
             counted: Called with the new version before any engine continues.
-            whole: Whether it is a whole model, and not a mapping that may hold some weights
-                only: servers with mixed weights are healed by a whole one.
+            whole: Whether it is a whole model, and not some weights only: servers with mixed
+                weights are healed by a whole one. None tells by the kind of source.
             progress: Told of each phase and of each confirmed bucket.
         """
         self._refuse_fork()
-        return self._updater.update(
-            Push(lambda: self._extract(source()), counted or _nothing, whole, progress)
+        counted = counted or _nothing
+
+        def push(
+            read: Callable[[], Payload], check_readers: Callable[[], None] = nobody_else
+        ) -> UpdateReport:
+            return self._updater.update(Push(read, counted, progress, check_readers))
+
+        def followed(report: UpdateReport) -> None:
+            self._updater.version = report.version
+            counted(report.version)
+
+        return update_with_ranks(
+            lambda: provided(source()),
+            lambda given: self._payload(given, whole),
+            push,
+            followed,
+            Deadline(self.timeout),
         )
 
     def snapshot(self, source: Any) -> Any:
@@ -219,11 +249,21 @@ class SGLangCollectiveTransport:
 
         Args:
             source: What an update takes; a checkpoint on disk is returned as it is.
+
+        Raises:
+            ConfigurationError: It is read while it is sent.
         """
-        if isinstance(source, Checkpoint):
+        if self._adapter is not None:
+            return self._adapter.snapshot(source)
+        if isinstance(source, (Checkpoint, SavedStateDict)):
             return source
-        weights = self._extraction.extract(source, dtype=self._options.dtype)
-        return {weight.spec.name: weight.read().clone() for weight in weights}
+        if isinstance(source, Stream):
+            raise ConfigurationError(
+                "a stream is read while it is sent, and cannot be copied beforehand",
+                phase="plan",
+                remedy="pass snapshot=False, and weights that do not change meanwhile",
+            )
+        return {weight.spec.name: weight.read().clone() for weight in self._extract(source)}
 
     def recover(
         self,
@@ -265,9 +305,20 @@ class SGLangCollectiveTransport:
         """
         return self._updater.plan(self._extract(source))
 
-    def _extract(self, weights: Any) -> tuple[Weight, ...]:
-        extracted = self._extraction.extract(weights, dtype=self._options.dtype)
-        return extracted if self._metadata is None else match_metadata(extracted, self._metadata)
+    def _payload(self, source: Any, whole: bool | None) -> Payload:
+        whole = is_whole(source) if whole is None else whole
+        if isinstance(source, Stream):
+            return Payload((source.head(),), whole, source)
+        return Payload(self._extract(source), whole)
+
+    def _extract(self, source: Any) -> tuple[Weight, ...]:
+        extracting = self._extraction if self._adapter is None else self._adapter
+        extracted = extracting.extract(source)
+        if self._options.name_map is not None:
+            extracted = tuple(renamed(extracted, self._options.name_map))
+        if self._metadata is None or self._adapter is not None:  # it tells of merged weights
+            return extracted
+        return match_metadata(extracted, self._metadata)
 
     def check_connection(self) -> bool:
         """Whether a group exists."""
@@ -333,9 +384,18 @@ class SGLangCollectiveTransport:
         return (_rebuild, (self.server_url, self.rank, options))
 
 
+def provided(source: Any) -> Any:
+    """What a source is: a function is asked for it, and an iterator becomes a stream."""
+    known = isinstance(source, (nn.Module, type))
+    given = source() if callable(source) and not known else source
+    return Stream(given) if isinstance(given, Iterator) else given
+
+
 def is_whole(source: Any) -> bool:
     """Whether a source is a whole model, and not a mapping that may hold some weights only."""
-    return isinstance(source, (nn.Module, Checkpoint))
+    if isinstance(source, Stream):
+        return source.whole
+    return isinstance(source, (nn.Module, Checkpoint, SavedStateDict, Adapter))
 
 
 def _rebuild(

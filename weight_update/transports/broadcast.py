@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 
 import torch
 
 from weight_update.errors import WeightMismatchError
 from weight_update.options import LoadFormat
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.growing_plan import GrowingPlan
+from weight_update.weights.reading import read_in_turn
 from weight_update.weights.specs import TensorSpec, Weight
 
 # Thousands of small tensors cost a call each, on the CPU as on the GPU, so they are written in
@@ -51,7 +55,7 @@ class BucketPacker:
         large = spec.nbytes >= _SEPARATE_BYTES and spec.dtype in _GLOO_DTYPES
         return not (large and self.device.type == "cpu")
 
-    def objections(self, plan: Plan) -> list[str]:
+    def objections(self, plan: Plan | GrowingPlan) -> list[str]:
         """Why some tensors cannot travel one by one; as bytes in a flat bucket, all can."""
         if self.device.type != "cpu":
             return []
@@ -63,7 +67,7 @@ class BucketPacker:
             if spec.dtype not in _GLOO_DTYPES
         ]
 
-    def reserve(self, plan: Plan) -> None:
+    def reserve(self, plan: Plan | GrowingPlan) -> None:
         """Learns how large the buffers must be; they are made when they are first used."""
         self._nbytes = max((b.nbytes for b in plan.buckets if b.flat), default=0)
 
@@ -74,18 +78,19 @@ class BucketPacker:
         Raises:
             WeightMismatchError: A value has another dtype or shape than was announced.
         """
-        if not bucket.flat:
-            return [_read(weight).to(self.device).contiguous() for weight in bucket.weights]
-        buffer = self._next_buffer(bucket.nbytes)
-        offset = 0
-        for run in _runs(bucket.weights):
-            end = offset + sum(weight.spec.nbytes for weight in run)
-            _fill(buffer[offset:end].view(run[0].spec.dtype), run)
-            offset = end
-        return [buffer]
+        with closing(_values(bucket.weights)) as values:
+            if not bucket.flat:
+                return [value.to(self.device).contiguous() for value in values]
+            buffer = self._next_buffer(bucket.nbytes)
+            offset = 0
+            for run in _runs(bucket.weights):
+                end = offset + sum(weight.spec.nbytes for weight in run)
+                _fill(buffer[offset:end].view(run[0].spec.dtype), run, values)
+                offset = end
+            return [buffer]
 
-    def release(self) -> None:
-        """Frees the buffers."""
+    def abandon(self) -> None:
+        """Leaves the buffers to a pack that does not end; later ones get others."""
         self._buffers = [buffer.new_empty(0) for buffer in self._buffers]
 
     def _next_buffer(self, nbytes: int) -> torch.Tensor:
@@ -112,19 +117,29 @@ def _runs(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
         yield run
 
 
-def _fill(place: torch.Tensor, run: list[Weight]) -> None:
-    values = [_read(weight) for weight in run]
-    if len(values) > 1 and {weight.device for weight in run} == {place.device}:
-        torch.cat([value.reshape(-1) for value in values], out=place)
+def _fill(place: torch.Tensor, run: list[Weight], values: Generator[torch.Tensor]) -> None:
+    if len(run) > 1 and {weight.device for weight in run} == {place.device}:
+        torch.cat([value.reshape(-1) for value in islice(values, len(run))], out=place)
         return
     start = 0
-    for value in values:
-        place[start : start + value.numel()].view(value.shape).copy_(value)
-        start += value.numel()
+    for _ in run:
+        start += _write(place[start:], next(values))
 
 
-def _read(weight: Weight) -> torch.Tensor:
-    tensor = weight.read().resolve_conj().resolve_neg()
+def _write(place: torch.Tensor, value: torch.Tensor) -> int:
+    place[: value.numel()].view(value.shape).copy_(value)
+    return value.numel()
+
+
+def _values(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
+    # No name holds a value while the next is read: merged ones would exist twice.
+    with closing(read_in_turn(weights)) as values:
+        for weight in weights:
+            yield _checked(weight, next(values))
+
+
+def _checked(weight: Weight, value: torch.Tensor) -> torch.Tensor:
+    tensor = value.resolve_conj().resolve_neg()
     if tensor.dtype != weight.spec.dtype or tensor.shape != weight.spec.shape:
         raise WeightMismatchError(
             f"{weight.spec.name!r} was announced as {weight.spec.dtype} {weight.spec.shape} and is "

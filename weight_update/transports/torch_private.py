@@ -139,3 +139,16 @@ def build_nccl(store: Store, world_size: int, group_name: str) -> Any:
 def broadcast(group: Any, tensor: torch.Tensor) -> Any:
     """Starts a broadcast from rank 0 and returns its work handle."""
     return group.broadcast(tensor, 0)
+
+
+def default_store() -> Any:
+    """The store of the trainer's own process group; None without such a group.
+
+    All ranks can already reach it, and a message through it is no collective: a rank that waits
+    for one keeps no training group from anything.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

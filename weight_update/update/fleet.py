@@ -41,7 +41,7 @@ class Attempt:
         session: The engine's update, once it was begun.
         found_open: Another update was open on the engine.
         confirmed: Buckets that the engine confirmed.
-        flush_refused: The engine loaded everything, but could not flush its cache yet.
+        flush_owed: The engine loaded everything, but could not flush its cache yet.
         flushed: Its cache is as clean as the rules want it.
         verified: How it proved what it holds.
         suspicion: Why the engine's answers do not tell what it holds; empty when they do.
@@ -54,7 +54,7 @@ class Attempt:
     session: Session | None = None
     found_open: bool = False
     confirmed: int = 0
-    flush_refused: bool = False
+    flush_owed: bool = False
     flushed: bool = False
     verified: Verification = "unverified"
     suspicion: str = ""

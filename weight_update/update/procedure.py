@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from weight_update.errors import (
     ConfigurationError,
     EngineUnreachable,
@@ -22,14 +20,17 @@ from weight_update.errors import (
 )
 from weight_update.options import PauseMode
 from weight_update.update.fleet import Attempt, Fleet, Member
+from weight_update.update.objections import Objections
 from weight_update.update.progress import Stopwatch
 from weight_update.update.protocols import Group, Packer
+from weight_update.update.reader import Packed, Reader, nobody_else
 from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import GRACE_SECONDS, RESTARTED, Failure, settle
 from weight_update.update.transfer import Transfer
-from weight_update.update.verify import check_names, demand, learn, prove, verify_fleet
+from weight_update.update.verify import prove, verify_fleet
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Plan
+from weight_update.weights.growing_plan import GrowingPlan
 
 # A step gets half of what is left, so that one that hangs leaves time for others to go on
 # without its engine. The two that may rightly take long get nearly all of it, unless a quorum
@@ -46,12 +47,18 @@ class Procedure:
     fleet: Fleet
     group: Group
     packer: Packer
-    plan: Plan
+    plan: Plan | GrowingPlan
     rules: UpdateRules
     deadline: Deadline
     watch: Stopwatch = field(default_factory=Stopwatch)
     warnings: list[str] = field(default_factory=list)
-    _packed: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
+    check_readers: Callable[[], None] = nobody_else
+    _reader: Reader = field(init=False, repr=False)
+    _objections: Objections = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._reader = Reader(self.packer, self.plan, self.check_readers)
+        self._objections = Objections(self.fleet, self.packer, self.plan, self.rules)
 
     def run(self) -> None:
         """Runs all steps.
@@ -59,22 +66,28 @@ class Procedure:
         Raises:
             WeightUpdateError: A step failed; every engine was settled.
         """
-        self._packed = self._prepare()
+        try:
+            first = [self._prepare()]
+            self._run_paused(first)
+        finally:
+            self._reader.let_go()
+
+    def _run_paused(self, first: list[Packed]) -> None:
         paused_at = time.perf_counter()
         try:
-            self._steps()
+            self._steps(first)
         except BaseException as error:
             self._settle(error)
             raise
         finally:
             self.watch.seconds["paused"] = time.perf_counter() - paused_at
 
-    def _steps(self) -> None:
+    def _steps(self, first: list[Packed]) -> None:
         self._pause()
         self._each("drain", lambda m, _, d: m.engine.drain(self.rules.pause_mode, d))
         self._begin()
         with self._running("transfer"):
-            self._transfer(self._share_of("transfer"))
+            self._transfer(first.pop(), self._share_of("transfer"))
         self._end()
         self._flush()
         self._verify()
@@ -109,66 +122,20 @@ class Procedure:
 
     # -- before the pause ---------------------------------------------------------------
 
-    def _prepare(self) -> list[torch.Tensor]:
+    def _prepare(self) -> Packed:
         """Everything that can fail without an engine noticing: objections, the first pack."""
         with self.watch.running("plan"):
-            self._object(frozenset(self.plan.names))
             self.packer.reserve(self.plan)
+            self._objections.to_plan()
+            self._reader.start(0)
+            first = self._reader.finish("plan", self._share_of("plan"))
+            if first is None:
+                raise ConfigurationError("there are no weights to send", phase="plan")
+            self._objections.to_stream(first.bucket)
             for member in self.fleet.members:
-                member.start(Attempt(full=self.rules.full, buckets=len(self.plan.buckets)))
-            self._ask_beforehand()
-            return self.packer.pack(self.plan.buckets[0])
-
-    def _ask_beforehand(self) -> None:
-        """What engines must know of the weights, while nothing is paused yet."""
-        rules, deadline = self.rules, self._share_of("plan")
-        if rules.verify == "off" or not rules.full:
-            return
-
-        def ask(member: Member, _: Attempt) -> None:
-            check_names(member, self.plan, whole=rules.whole, deadline=deadline)
-            if rules.verify != "sample":
-                learn(member, deadline)
-
-        self.fleet.each("plan", ask, deadline)
-        demand(self.fleet, self.plan, rules.verify, deadline)
-
-    def _object(self, names: frozenset[str]) -> None:
-        """Raises with every objection at once."""
-        found = [(m.url, self._objection_of(m)) for m in self.fleet.members]
-        objections = [f"{url}: {text}" for url, text in found if text]
-        for member in self.fleet.members if self.rules.full and not self.rules.whole else ():
-            lacking = sorted((member.owed if member.doubt else member.lost) - names)
-            if lacking:
-                why = "holds mixed weights" if member.doubt else "restarted, or missed an update"
-                objections.append(
-                    f"{member.url} {why}, and this push lacks {len(lacking)} of the "
-                    f"tensors that heal it: {lacking[0]!r}, ..."
-                )
-        objections += [text for m in self.fleet.members for text in self._misshapen(m)]
-        objections += self.packer.objections(self.plan)
-        if objections:
-            raise ConfigurationError("; ".join(objections), phase="plan")
-
-    def _misshapen(self, member: Member) -> Iterator[str]:
-        """An engine takes no shape but its own, and may say yes to another and hold garbage."""
-        for bucket in self.plan.buckets if self.rules.full else ():
-            for spec in bucket.specs:
-                taken = member.shapes.get(spec.name, spec.shape)
-                if taken != spec.shape:
-                    yield f"{spec.name!r} is {spec.shape} now, and {member.url} took {taken} before"
-
-    def _objection_of(self, member: Member) -> str | None:
-        mode, rules = self.rules.pause_mode, self.rules
-        if member.found_paused and rules.full and not rules.whole:
-            return (
-                "somebody else paused it, and may have left it half updated: push a whole model, "
-                "and not a mapping that may hold some weights only"
-            )
-        stale = rules.full and rules.flush and not member.engine.can_flush(mode)
-        if rules.refuse_stale and stale:
-            return f"it cannot flush its prefix cache under pause_mode={mode!r}; use 'abort'"
-        return member.engine.objection(mode)
+                member.start(Attempt(full=self.rules.full, buckets=self.plan.requests))
+            self._objections.of_engines(self._share_of("plan"))
+            return first
 
     # -- steps --------------------------------------------------------------------------
 
@@ -215,11 +182,18 @@ class Procedure:
                     remedy="push a whole model, not a mapping that may hold some weights only",
                 )
 
-    def _transfer(self, deadline: Deadline) -> None:
-        transfer = Transfer(
-            self.fleet, self.group, self.packer, self.plan, self.rules, deadline, self.watch.meter
-        )
-        transfer.run(self._packed)
+    def _transfer(self, first: Packed, deadline: Deadline) -> None:
+        Transfer(
+            self.fleet,
+            self.group,
+            self._reader,
+            self.plan,
+            self.rules,
+            deadline,
+            self.watch.meter,
+            lambda bucket: self._objections.to_bucket(bucket, deadline),
+        ).run(first)
+        self._objections.to_end(deadline)
 
     def _end(self) -> None:
         self._each("end", lambda _, attempt, d: attempt.begun.close(d))
@@ -230,8 +204,11 @@ class Procedure:
         mode = self.rules.pause_mode
 
         def flush(member: Member, attempt: Attempt, deadline: Deadline) -> None:
-            separate = self.rules.flush and not member.engine.flushes_with_update(mode)
-            if attempt.flush_refused or (separate and member.engine.can_flush(mode)):
+            streamed = not self.plan.buckets  # its last bucket was not known to be the last
+            separate = self.rules.flush and (
+                streamed or not member.engine.flushes_with_update(mode)
+            )
+            if attempt.flush_owed or (separate and member.engine.can_flush(mode)):
                 member.engine.flush(deadline)
 
         self._each("flush", flush)

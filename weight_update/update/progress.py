@@ -13,6 +13,7 @@ from weight_update.errors import Phase
 from weight_update.report import Progress, ProgressHook
 from weight_update.waiting import spawn
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.growing_plan import GrowingPlan
 
 _HOOK_SECONDS = 1.0
 _log = logging.getLogger("weight_update")
@@ -33,10 +34,10 @@ class Meter:
         self._told = False
         self._now = Progress("plan", bytes_done=0, bytes_total=0, bucket=0, buckets=0)
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: Plan | GrowingPlan) -> None:
         """Learns how much there is to send."""
         if self._hook is not None:
-            self._now = replace(self._now, bytes_total=plan.nbytes, buckets=len(plan.buckets))
+            self._now = replace(self._now, bytes_total=plan.nbytes, buckets=plan.requests)
 
     def enter(self, phase: Phase) -> None:
         """Tells that a phase begins."""

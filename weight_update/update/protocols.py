@@ -7,10 +7,11 @@ from typing import Protocol
 
 import torch
 
-from weight_update.facts import Digests, NameCheck, Sighting
+from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import PauseMode
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.growing_plan import GrowingPlan
 from weight_update.weights.specs import TensorSpec
 
 
@@ -54,6 +55,10 @@ class Engine(Protocol):
     @property
     def salts_prefixes(self) -> bool:
         """Whether a request may bring a cache key that no older prefix matches."""
+
+    @property
+    def intake(self) -> Intake:
+        """How the engine takes weights, as far as it says."""
 
     @property
     def layout(self) -> str | None:
@@ -165,11 +170,14 @@ class Packer(Protocol):
     def packs(self, spec: TensorSpec) -> bool:
         """Whether a tensor travels in a flat bucket."""
 
-    def reserve(self, plan: Plan) -> None:
+    def reserve(self, plan: Plan | GrowingPlan) -> None:
         """Learns what will be packed."""
 
-    def objections(self, plan: Plan) -> list[str]:
+    def objections(self, plan: Plan | GrowingPlan) -> list[str]:
         """Why some tensors cannot travel; empty when all can."""
 
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
         """The tensors to send, in order."""
+
+    def abandon(self) -> None:
+        """Leaves the buffers to a pack that does not end; later ones get others."""

@@ -268,7 +268,7 @@ def _close(attempt: Attempt, deadline: Deadline) -> str:
 def _flush(engine: Engine, attempt: Attempt, rules: UpdateRules, deadline: Deadline) -> str:
     """Flushes if the rules want it; returns the doubt that is left."""
     try:
-        if attempt.flush_refused or (rules.flush and engine.can_flush(rules.pause_mode)):
+        if attempt.flush_owed or (rules.flush and engine.can_flush(rules.pause_mode)):
             engine.flush(deadline.at_most(_FLUSH_SECONDS))
     except WeightUpdateError as error:
         return f"{STALE_CACHE}: {error.message}"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
 from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError
 from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
 from weight_update.update.progress import Meter
-from weight_update.update.protocols import Group, Packer
+from weight_update.update.protocols import Group
+from weight_update.update.reader import Packed, Reader
 from weight_update.update.rules import UpdateRules
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.growing_plan import GrowingPlan, is_last
 
 _WATCH_SECONDS = 0.02
 # How long an engine's own words are waited for once the wire broke.
@@ -27,35 +30,47 @@ class Transfer:
 
     fleet: Fleet
     group: Group
-    packer: Packer
-    plan: Plan
+    reader: Reader
+    plan: Plan | GrowingPlan
     rules: UpdateRules
     deadline: Deadline
     meter: Meter
+    object_to: Callable[[Bucket], None]
 
-    def run(self, first: list[torch.Tensor]) -> None:
+    def run(self, first: Packed) -> None:
         """Sends all buckets; each is packed while the one before it travels.
 
         Args:
-            first: The first bucket's tensors. The list is emptied: nobody holds a bucket once it
-                arrived.
+            first: The first bucket.
 
         Raises:
             EngineRejected: An engine refused a bucket; the others' calls may still run.
             EngineUnreachable: A peer is gone.
             UpdateTimeout: A bucket had not arrived everywhere at the deadline.
         """
-        packed = first[:]
-        first.clear()
-        buckets = self.plan.buckets
-        for index, bucket in enumerate(buckets):
-            self._send(bucket, packed, last=index == len(buckets) - 1)
-            if index + 1 < len(buckets):
-                packed = self.packer.pack(buckets[index + 1])
+        packed: Packed | None = first
+        for index in count():
+            if packed is None:
+                break
+            if index:
+                self.object_to(packed.bucket)
+            bucket = packed.bucket
+            self._send(bucket, packed.give(), last=is_last(self.plan, index))
+            self.reader.start(index + 1)
             self._await_bucket()
             self.meter.confirm(bucket)
+            del bucket
+            packed = self.reader.finish("transfer", self.deadline)
+        self._expect(self.plan.requests)
+
+    def _expect(self, buckets: int) -> None:
+        for member in self.fleet.members:
+            member.attempt.buckets = buckets
 
     def _send(self, bucket: Bucket, packed: list[torch.Tensor], *, last: bool) -> None:
+        # A stream may have another bucket: until it ended, no engine holds everything.
+        self._expect(self.plan.requests + (not self.plan.ended))
+
         def apply(member: Member, attempt: Attempt) -> None:
             flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
             try:
@@ -81,7 +96,7 @@ class Transfer:
     def _note_refusal(self, attempt: Attempt, error: EngineRejected) -> None:
         """Raises unless the engine did what the attempt needed all the same."""
         if error.applied == "all":
-            attempt.flush_refused = True  # loaded; the flush step asks again
+            attempt.flush_owed = True  # loaded; the flush step asks again
         elif error.applied == "partly" and not self.rules.full:
             return  # a loader tripped over a warm-up's number, which was received
         else:
@@ -99,6 +114,7 @@ class Transfer:
                 self._raise_culprit()
             if pending:
                 self._check_wire()
+                self.reader.check()
         self._drain_wire()
 
     def _raise_culprit(self) -> None:

@@ -24,9 +24,11 @@ from weight_update.options import UpdateOptions, check_quorum
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.update.connect import leave
 from weight_update.update.fleet import Attempt, Fleet, Member, culprits
+from weight_update.update.planning import Payload, fitted_plan, planned
 from weight_update.update.procedure import Procedure
 from weight_update.update.progress import Meter, Stopwatch
 from weight_update.update.protocols import Engine, Group, Packer
+from weight_update.update.reader import nobody_else
 from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import RESUME_SECONDS, release
@@ -35,7 +37,9 @@ from weight_update.update.turns import one_at_a_time, turn
 from weight_update.update.versions import next_version
 from weight_update.update.wire import GroupFactory, PackerFactory, Wire, refuse_meta
 from weight_update.waiting import Clock, Deadline
-from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Plan, plan_buckets
+from weight_update.weights.buckets import Plan
+from weight_update.weights.fitting import with_dtype
+from weight_update.weights.growing_plan import GrowingPlan
 from weight_update.weights.specs import Weight
 
 _log = logging.getLogger("weight_update")
@@ -54,17 +58,17 @@ class Push:
     """What one update is to bring.
 
     Attributes:
-        read: Returns the weights, in the order in which they are sent.
+        read: Returns the weights.
         counted: Called with the new version once every engine has everything and before any
             continues; returns warnings.
-        whole: Whether the weights are a whole model's.
         progress: Told of each phase and of each confirmed bucket.
+        check_readers: Raises when somebody else who takes part in the reading failed.
     """
 
-    read: Callable[[], Sequence[Weight]]
+    read: Callable[[], Payload]
     counted: Callable[[int], Sequence[str]]
-    whole: bool = True
     progress: ProgressHook | None = None
+    check_readers: Callable[[], None] = nobody_else
 
 
 @dataclass
@@ -74,10 +78,10 @@ class _Run:
     push: Push
     deadline: Deadline
     watch: Stopwatch
-    weights: Sequence[Weight] = ()
+    payload: Payload = field(default_factory=Payload)
     version: int = 0
     counted: bool = False
-    plan: Plan | None = None
+    plan: Plan | GrowingPlan | None = None
     pause_mode: str = "retract"
     warnings: list[str] = field(default_factory=list)
 
@@ -150,7 +154,7 @@ class Updater:
         Raises:
             WeightUpdateError: An engine cannot take updates, refused or did not come.
         """
-        run = self._run(Push(tuple, _nothing))
+        run = self._run(Push(Payload, _nothing))
         with self._reporting(run), self._exclusively(run.deadline):
             self._wire.drop()
             with run.watch.running("connect"):
@@ -197,8 +201,9 @@ class Updater:
 
     def plan(self, weights: Sequence[Weight]) -> Plan:
         """What an update of ``weights`` would send, in which requests; asks no engine."""
-        device = self._wire.device_for(weights[0].device)
-        return self._plan(weights, device, self._wire.packer_for(device))
+        device, dtype = self._wire.device_for(weights[0].device), self.options.dtype
+        sent = [weight if dtype == "engine" else with_dtype(weight, dtype) for weight in weights]
+        return planned(sent, self.options, device, self._wire.packer_for(device).packs)
 
     def flush_cache(self) -> bool:
         """Flushes every prefix cache once; False if one was not, and the log says why."""
@@ -246,8 +251,8 @@ class Updater:
         for member in self.roster.members:
             member.start(Attempt())
         with run.watch.running("plan"):
-            run.weights = run.push.read()
-            refuse_meta(run.weights)
+            run.payload = run.push.read()
+            refuse_meta(run.payload.weights)
             if not self.roster.complete:
                 self.roster.discover(run.deadline.share(_DISCOVERY_SHARE))
                 self.roster.look_for_the_lost(run.deadline)
@@ -257,8 +262,8 @@ class Updater:
 
     def _leave_out_the_incomplete(self, run: _Run) -> None:
         """Under a quorum, a push of some weights passes by engines that need more than those."""
-        names = {weight.spec.name for weight in run.weights}
-        for member in self.roster.members if not run.push.whole else ():
+        names = {weight.spec.name for weight in run.payload.weights}
+        for member in self.roster.members if not run.payload.whole else ():
             others = sum(not m.left_out for m in self.roster.members) - 1
             if not member.left_out and member.lost - names and others >= self._needed:
                 member.left_out, member.detail = True, "it needs a push of the whole model"
@@ -281,7 +286,7 @@ class Updater:
             self.roster.look(fleet, run.deadline.share(0.5))
         if not self._wire.serves(fleet):
             with run.watch.running("connect"):
-                self._meet(fleet, run.weights[0].device, run)
+                self._meet(fleet, run.payload.weights[0].device, run)
         procedure = self._procedure(fleet, run)
         try:
             procedure.run()
@@ -323,12 +328,13 @@ class Updater:
             self.roster.note_the_dead()
         failed = culprits(error, fleet.members)
         left = len(fleet.members) - len(failed)
-        if not failed or left == 0 or left < self._needed or run.deadline.expired():
+        read = run.payload.stream is not None and run.plan is not None  # it cannot be read again
+        if not failed or left == 0 or left < self._needed or run.deadline.expired() or read:
             raise error
         self._release(Fleet(failed), run)
         for member in failed:
             member.left_out = True
-            member.lost |= frozenset(weight.spec.name for weight in run.weights)
+            member.lost |= frozenset(weight.spec.name for weight in run.payload.weights)
             member.detail = member.detail or error.message
             run.warnings.append(f"{member.url} was left out: {member.detail}")
 
@@ -345,9 +351,18 @@ class Updater:
             return run.push.counted(run.version)
 
         rules = self._rules(run, count)
-        run.plan = self._plan(run.weights, group.device, packer)
+        run.plan = self._plan(run, fleet, group.device, packer)
         run.watch.meter.plan(run.plan)
-        return Procedure(fleet, group, packer, run.plan, rules, run.deadline, run.watch)
+        return Procedure(
+            fleet,
+            group,
+            packer,
+            run.plan,
+            rules,
+            run.deadline,
+            run.watch,
+            check_readers=run.push.check_readers,
+        )
 
     def _rules(self, run: _Run, count: Callable[[], Sequence[str]]) -> UpdateRules:
         options = self.options
@@ -355,7 +370,7 @@ class Updater:
             pause_mode=options.effective_pause_mode(),
             flush=options.flush_wanted(),
             on_failure=options.on_failure,
-            whole=run.push.whole,
+            whole=run.payload.whole,
             verify=options.verify,
             refuse_stale=options.stale_cache == "refuse",
             regroups=self._needed < len(self.roster.members),
@@ -368,10 +383,12 @@ class Updater:
             return self.version + 1  # a resumed run's own count wins over the engines' labels
         return next_version(self.version, [m.label for m in self.roster.members])
 
-    def _plan(self, weights: Sequence[Weight], device: torch.device, packer: Packer) -> Plan:
-        asked = self.options.bucket_bytes
-        size = asked or DEFAULT_BUCKET_BYTES[device.type]
-        return plan_buckets(weights, size, packer.packs, even=asked is None)
+    def _plan(
+        self, run: _Run, fleet: Fleet, device: torch.device, packer: Packer
+    ) -> Plan | GrowingPlan:
+        """Which weights travel together, as the engines of the fleet take them."""
+        intakes = {member.url: member.engine.intake for member in fleet.members}
+        return fitted_plan(run.payload, intakes, self.options, device, packer.packs)
 
     # -- bookkeeping --------------------------------------------------------------------
 
@@ -425,7 +442,7 @@ class Updater:
             version=self.version,
             bytes=run.plan.nbytes if run.plan else 0,
             tensors=run.plan.tensors if run.plan else 0,
-            buckets=len(run.plan.buckets) if run.plan else 0,
+            buckets=run.plan.requests if run.plan else 0,
             seconds=run.watch.finish(),
             engines=self.engines,
             pause_mode=run.pause_mode,

@@ -27,6 +27,8 @@ from weight_update.report import Verification
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Plan
+from weight_update.weights.growing_plan import GrowingPlan
+from weight_update.weights.reading import read_in_turn
 from weight_update.weights.specs import Weight
 
 _SPREAD = 6
@@ -39,7 +41,7 @@ _NOT_READ_BACK = re.compile(r"rotary_emb\.|\.[kv]_proj\.")
 _KEPT_AS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def weights_of(plan: Plan) -> dict[str, Weight]:
+def weights_of(plan: Plan | GrowingPlan) -> dict[str, Weight]:
     """All weights of a plan by name, in the order in which they are sent."""
     return {weight.spec.name: weight for bucket in plan.buckets for weight in bucket.weights}
 
@@ -62,13 +64,12 @@ def sample_of(names: Sequence[str]) -> list[str]:
 # -- before the pause -------------------------------------------------------------------
 
 
-def check_names(member: Member, plan: Plan, *, whole: bool, deadline: Deadline) -> None:
+def check_names(member: Member, names: Sequence[str], *, whole: bool, deadline: Deadline) -> None:
     """Raises if the engine would ignore a name, or keep a weight that a whole push must bring.
 
     Raises:
         WeightMismatchError: With the names.
     """
-    names = list(plan.names)
     if frozenset(names) == member.names:
         return
     check = member.engine.check_names(names, deadline)
@@ -82,7 +83,8 @@ def check_names(member: Member, plan: Plan, *, whole: bool, deadline: Deadline) 
             remedy="push the model that the engine serves, with the names of its checkpoint (of "
             "a wrapper, the inner model); verify='off' skips this check",
         )
-    member.names = frozenset(names)
+    if not check.lacking:  # else the same names are too few for a whole model
+        member.names = frozenset(names)
 
 
 def learn(member: Member, deadline: Deadline) -> None:
@@ -113,7 +115,7 @@ def _not_readable(member: Member, names: Sequence[str], deadline: Deadline) -> l
     return unread if len(unread) < len(sample) else []
 
 
-def demand(fleet: Fleet, plan: Plan, verify: Verify, deadline: Deadline) -> None:
+def demand(fleet: Fleet, names: Sequence[str], verify: Verify, deadline: Deadline) -> None:
     """Raises if the engines cannot give the proof that was asked for.
 
     Raises:
@@ -125,7 +127,7 @@ def demand(fleet: Fleet, plan: Plan, verify: Verify, deadline: Deadline) -> None
         able = (
             _can_digest(member, fleet)
             if verify == "checksum"
-            else _can_sample(member, plan, deadline)
+            else _can_sample(member, names, deadline)
         )
         if not able:
             raise ConfigurationError(
@@ -141,8 +143,8 @@ def _can_digest(member: Member, fleet: Fleet) -> bool:
     return member.digests and (member.describes or bool(_twins(member, fleet)))
 
 
-def _can_sample(member: Member, plan: Plan, deadline: Deadline) -> bool:
-    first, *_ = sample_of(list(plan.names))
+def _can_sample(member: Member, names: Sequence[str], deadline: Deadline) -> bool:
+    first, *_ = sample_of(names)
     return member.engine.first_values(first, deadline) is not None
 
 
@@ -155,7 +157,7 @@ def _twins(member: Member, fleet: Fleet) -> list[Member]:
 
 
 def verify_fleet(
-    fleet: Fleet, plan: Plan, verify: Verify, *, whole: bool, deadline: Deadline
+    fleet: Fleet, plan: Plan | GrowingPlan, verify: Verify, *, whole: bool, deadline: Deadline
 ) -> None:
     """Has every engine prove what it holds; ``attempt.verified`` says how it did.
 
@@ -178,7 +180,7 @@ def verify_fleet(
         raise _mismatch(odd)
 
 
-def prove(member: Member, plan: Plan, verify: Verify, deadline: Deadline) -> None:
+def prove(member: Member, plan: Plan | GrowingPlan, verify: Verify, deadline: Deadline) -> None:
     """Has one engine prove what it holds, after a failure in which its word is not enough.
 
     Raises:
@@ -204,7 +206,7 @@ def _proof(
     wrong = differing or (sample or [])
     if wrong:
         raise _mismatch({member: wrong})
-    if digests is not None and digests.parts is not None:
+    if weights and digests is not None and digests.parts is not None:
         return "checksum"
     return "unverified" if sample is None else "sample"
 
@@ -242,7 +244,8 @@ def _sample(
 
 def _read(weight: Weight) -> torch.Tensor:
     with _reading:
-        return weight.read()
+        (value,) = read_in_turn([weight])
+        return value
 
 
 def holds(sent: torch.Tensor, values: Sequence[float]) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from weight_update.weights.families.fused import group_of as fused_group_of
+from weight_update.weights.families.fused import set_of
 from weight_update.weights.specs import TensorSpec, Weight
+
+_log = logging.getLogger("weight_update")
 
 DEFAULT_BUCKET_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 """An engine spends 3-7 ms on a request whatever its size, so on GPUs buckets are as large as
@@ -15,6 +20,7 @@ memory allows: two of them exist on the trainer, one on the engine. On a CPU the
 beside a request, and fresh memory is slow beside the wire, so they are smaller."""
 
 Packs = Callable[[TensorSpec], bool]
+GroupOf = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,20 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
     @property
+    def requests(self) -> int:
+        """Update requests an engine gets, as far as they are known."""
+        return len(self.buckets)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no other bucket can come."""
+        return True
+
+    def take(self, index: int) -> Bucket | None:
+        """A bucket, in wire order; None after the last."""
+        return self.buckets[index] if index < len(self.buckets) else None
+
+    @property
     def tensors(self) -> int:
         """Tensors sent."""
         return sum(len(bucket.weights) for bucket in self.buckets)
@@ -72,14 +92,19 @@ def _packs_all(_: TensorSpec) -> bool:
 
 
 def plan_buckets(
-    weights: Iterable[Weight], bucket_bytes: int, packs: Packs = _packs_all, *, even: bool = False
+    weights: Iterable[Weight],
+    bucket_bytes: int,
+    packs: Packs = _packs_all,
+    *,
+    even: bool = False,
+    group_of: GroupOf = fused_group_of,
 ) -> Plan:
     """Fills buckets in order and closes each before it would exceed ``bucket_bytes``.
 
-    A tensor larger than that travels alone. Tensors that are packed come before those that
-    travel as they are. Inside a packed bucket, tensors are ordered by item size, largest first,
-    so that every offset is a multiple of the item size: engines read each tensor in place and
-    refuse an offset that breaks an item.
+    A tensor or a group larger than that travels alone. The experts of a layer stay together
+    where they fit, and are divided between experts where they do not. Tensors that are packed
+    come before those that travel as they are. Inside a packed bucket, every offset is a multiple
+    of the item size: engines read each tensor in place and refuse an offset that breaks an item.
 
     Args:
         weights: The weights, in send order.
@@ -87,6 +112,7 @@ def plan_buckets(
         packs: Whether a tensor is packed into a buffer with others.
         even: Spreads the weights evenly over as few buckets: a last bucket that is nearly
             empty would leave two full-sized buffers allocated for nothing.
+        group_of: The group that a name belongs to; its members share a request.
 
     Example:
         >>> import torch
@@ -96,10 +122,10 @@ def plan_buckets(
         >>> [[spec.name for spec in bucket.specs] for bucket in plan.buckets]
         [['a', 'b'], ['c']]
     """
-    packed: list[Weight] = []
-    single: list[Weight] = []
-    for weight in weights:
-        (packed if packs(weight.spec) else single).append(weight)
+    packed: list[_Unit] = []
+    single: list[_Unit] = []
+    for unit in _units(weights, bucket_bytes, group_of):
+        (packed if _is_packed(unit, packs) else single).append(unit)
     flat, plain = (
         _filled(lane, _even(lane, bucket_bytes) if even else bucket_bytes)
         for lane in (packed, single)
@@ -107,26 +133,99 @@ def plan_buckets(
     return Plan((*map(_aligned, flat), *(Bucket(tuple(group), flat=False) for group in plain)))
 
 
-def _even(lane: Sequence[Weight], limit: int) -> int:
+class _Unit:
+    """Weights that share a request."""
+
+    __slots__ = ("nbytes", "weights")
+
+    def __init__(self) -> None:
+        self.weights: list[Weight] = []
+        self.nbytes = 0
+
+    def add(self, weight: Weight) -> None:
+        self.weights.append(weight)
+        self.nbytes += weight.spec.nbytes
+
+
+def _units(weights: Iterable[Weight], limit: int, group_of: GroupOf) -> Iterable[_Unit]:
+    """The weights by group, in the order of their first members."""
+    groups: dict[str, _Unit] = {}
+    for weight in weights:
+        name = weight.spec.name
+        key = group_of(name) or f"\n{name}"  # no group is called like this
+        if (unit := groups.get(key)) is None:
+            unit = groups[key] = _Unit()
+        unit.add(weight)
+    _tell(
+        "larger than bucket_bytes=%d, and travel(s) in a larger bucket of its own",
+        [key for key, unit in groups.items() if unit.nbytes > limit and len(unit.weights) > 1],
+        limit,
+    )
+    return _joined(groups, limit)
+
+
+def _joined(groups: dict[str, _Unit], limit: int) -> list[_Unit]:
+    """With the groups of one set in one unit, where the set fits."""
+    sets: dict[str, int] = {}
+    homes = {key: home for key in groups if (home := set_of(key))}
+    for key, home in homes.items():
+        sets[home] = sets.get(home, 0) + groups[key].nbytes
+    wide = [home for home, size in sets.items() if size > limit]
+    _tell("larger than bucket_bytes=%d, and divided between its experts", wide, limit)
+    units: dict[str, _Unit] = {}
+    for key, unit in groups.items():
+        home = homes.get(key)
+        if home is None or sets[home] > limit or home not in units:
+            units[key if home is None or sets[home] > limit else home] = unit
+        else:
+            units[home].weights += unit.weights
+            units[home].nbytes += unit.nbytes
+    return list(units.values())
+
+
+def _tell(what: str, groups: Sequence[str], limit: int) -> None:
+    if groups:
+        text = f"%d group(s) of weights that engines fuse are {what}: %s%s"
+        more = ", ..." if len(groups) > 1 else ""
+        _log.info(text, len(groups), limit, groups[0], more)
+
+
+def _is_packed(unit: _Unit, packs: Packs) -> bool:
+    """Whether a unit travels in a flat bucket: all of it does, or none.
+
+    A small member follows large ones that travel as they are, unless it is of a dtype that none
+    of them has: it may be one that cannot travel so.
+    """
+    apart = {weight.spec.dtype for weight in unit.weights if not packs(weight.spec)}
+    return not apart or any(weight.spec.dtype not in apart for weight in unit.weights)
+
+
+def _even(lane: Sequence[_Unit], limit: int) -> int:
     """The size that spreads a lane evenly over as few buckets as ``limit`` asks for."""
-    sizes = [weight.spec.nbytes for weight in lane if weight.spec.nbytes <= limit]
+    sizes = [unit.nbytes for unit in lane if unit.nbytes <= limit]
     buckets = ceil(sum(sizes) / limit) or 1
     return min(limit, ceil(sum(sizes) / buckets) + max(sizes, default=limit))
 
 
-def _filled(weights: Sequence[Weight], bucket_bytes: int) -> Iterator[list[Weight]]:
+def _filled(units: Sequence[_Unit], bucket_bytes: int) -> Iterator[list[Weight]]:
     group: list[Weight] = []
     size = 0
-    for weight in weights:
-        nbytes = weight.spec.nbytes
-        if group and size + nbytes > bucket_bytes:
+    for unit in units:
+        if group and size + unit.nbytes > bucket_bytes:
             yield group
             group, size = [], 0
-        group.append(weight)
-        size += nbytes
+        group += unit.weights
+        size += unit.nbytes
     if group:
         yield group
 
 
 def _aligned(group: list[Weight]) -> Bucket:
-    return Bucket(tuple(sorted(group, key=lambda weight: -weight.spec.dtype.itemsize)))
+    """In the order given where that breaks no item, or else by item size, largest first."""
+    offset = 0
+    for weight in group:
+        if offset % weight.spec.dtype.itemsize:
+            group = sorted(group, key=lambda weight: -weight.spec.dtype.itemsize)
+            break
+        offset += weight.spec.nbytes
+    return Bucket(tuple(group))

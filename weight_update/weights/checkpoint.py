@@ -37,7 +37,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
-_CONVERT = (
+CONVERT = (
     "convert it once: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW) of "
     "transformers writes safetensors"
 )
@@ -85,7 +85,7 @@ class Checkpoint:
         self.weights: tuple[Weight, ...] = tuple(chain.from_iterable(found.values()))
         if index is not None:
             _match(self.directory / INDEX, index, {spec.name for spec in self.specs})
-        _refuse_packed(self.directory, self.specs, quantised="quantization_config" in self.config())
+        refuse_packed(self.directory, self.specs, quantised="quantization_config" in self.config())
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -115,7 +115,7 @@ class _Reader:
 
     def plan(self, path: Path) -> Any:
         """Opens a file for its header, and remembers which file it was."""
-        self._seen[path] = _identity(path)
+        self._seen[path] = identity_of(path)
         return _open(path, "plan")
 
     def read(self, path: Path, name: str) -> torch.Tensor:
@@ -123,33 +123,41 @@ class _Reader:
         if path != self._path:
             self.close()
             self._file, self._path = _open(path, "transfer"), path
-            self._refuse_another(path)
+            # Half of one save and half of another is a model that nobody trained.
+            refuse_another(path, self._seen.get(path))
         try:
             tensor: torch.Tensor = self._file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, error, "transfer") from error
         return tensor
 
-    def _refuse_another(self, path: Path) -> None:
-        # Half of one save and half of another is a model that nobody trained.
-        if self._seen.get(path) != _identity(path):
-            raise ConfigurationError(
-                f"{path} was replaced while it was pushed",
-                phase="transfer",
-                remedy="push a checkpoint that nobody writes to",
-            )
-
     def close(self) -> None:
         """Unmaps the file."""
         self._path = self._file = None
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
+Identity = tuple[int, int, int]
+
+
+def identity_of(path: Path) -> Identity:
+    """What tells a file from another of its name, or from itself before it was written to."""
     try:
         facts = path.stat()
     except OSError as error:
-        raise _unreadable(path, error, "transfer") from error
+        raise ConfigurationError(
+            f"{path} cannot be read any more: {error}", phase="transfer", remedy=_SAVE_AGAIN
+        ) from error
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+def refuse_another(path: Path, seen: Identity | None) -> None:
+    """Raises ConfigurationError if a file is not the one that was seen when it was planned."""
+    if seen != identity_of(path):
+        raise ConfigurationError(
+            f"{path} was replaced while it was pushed",
+            phase="transfer",
+            remedy="push a checkpoint that nobody writes to",
+        )
 
 
 def _weights_of(path: Path, reader: _Reader) -> Iterator[Weight]:
@@ -245,7 +253,9 @@ def _nothing_in(directory: Path) -> ConfigurationError:
     others = [file.name for file in sorted(directory.iterdir()) if file.suffix in _OTHER_FORMATS]
     if others:
         return ConfigurationError(
-            f"{directory} holds {others[0]}, and no safetensors", phase="plan", remedy=_CONVERT
+            f"{directory} holds {others[0]}, and no safetensors",
+            phase="plan",
+            remedy=f"{CONVERT}; a state_dict of the whole model in one file can be named itself",
         )
     return ConfigurationError(
         f"{directory} holds no *.safetensors files",
@@ -308,9 +318,16 @@ def _match(path: Path, index: Iterable[str], stored: set[str]) -> None:
             )
 
 
-def _refuse_packed(directory: Path, specs: Sequence[TensorSpec], *, quantised: bool) -> None:
+def refuse_packed(path: Path, specs: Sequence[TensorSpec], *, quantised: bool) -> None:
+    """Raises ConfigurationError if there are no weights, or integers stand for some of them.
+
+    Args:
+        path: Where they come from.
+        specs: All of them.
+        quantised: Whether the model says of itself that it is quantised.
+    """
     if not specs:
-        raise ConfigurationError(f"{directory} holds no weights", phase="plan")
+        raise ConfigurationError(f"{path} holds no weights", phase="plan")
     packed = [
         spec
         for spec in specs
@@ -319,7 +336,7 @@ def _refuse_packed(directory: Path, specs: Sequence[TensorSpec], *, quantised: b
     ]
     if packed:
         raise ConfigurationError(
-            f"{directory}: weight {packed[0].name!r} is quantised: {packed[0].dtype} of shape "
+            f"{path}: weight {packed[0].name!r} is quantised: {packed[0].dtype} of shape "
             f"{packed[0].shape}",
             phase="plan",
             remedy="dequantise the model, and save it again",

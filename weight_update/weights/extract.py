@@ -11,8 +11,14 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.weights.checkpoint import Checkpoint
+from weight_update.weights.families.convert import as_checkpoint
+from weight_update.weights.fitting import with_dtype
 from weight_update.weights.lora.merge import Changes, Entry, adapter_model, merged_copy, merged_tensors
 from weight_update.weights.names import bare_name, unwrap
+from weight_update.weights.saved_state_dict import SavedStateDict
+from weight_update.weights.shards.gather import weight_of
+from weight_update.weights.shards.parts import Parts
+from weight_update.weights.shards.wrapped import is_wrapped, wrapped_weights
 from weight_update.weights.specs import TensorSpec, Weight
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
@@ -123,7 +129,7 @@ def _weights_of(source: Any) -> Iterator[Weight]:
         return _from_module(unwrap(source))
     if isinstance(source, Mapping):
         return _from_mapping(source)
-    if isinstance(source, Checkpoint):
+    if isinstance(source, (Checkpoint, SavedStateDict)):
         return iter(source.weights)
     raise ConfigurationError(
         f"weights of type {type(source).__name__} cannot be read",
@@ -148,21 +154,24 @@ def _from_mapping(tensors: Mapping[str, Any]) -> Iterator[Weight]:
 
 
 def _from_module(module: nn.Module) -> Iterator[Weight]:
+    if is_wrapped(module):
+        return as_checkpoint(wrapped_weights(module), module)
     base = adapter_model(module)
     if base is not None:
-        return _from_entries(merged_tensors(base))
-    return from_state_dict(merged_copy(module).state_dict(keep_vars=True))
+        return as_checkpoint(_from_entries(merged_tensors(base)), base)
+    plain = merged_copy(module)
+    return as_checkpoint(from_state_dict(plain.state_dict(keep_vars=True)), plain)
 
 
 def from_state_dict(state: Mapping[str, Any]) -> Iterator[Weight]:
     """The weights of a plain module, from its ``state_dict(keep_vars=True)``."""
-    unchanged = Changes()
-    return _from_entries((name, value, None, unchanged) for name, value in state.items())
+    return _from_entries(Entry(name, value) for name, value in state.items())
 
 
 def _from_entries(entries: Iterable[Entry]) -> Iterator[Weight]:
     seen: dict[object, tuple[str, Changes]] = {}
-    for name, value, read, changes in entries:
+    parts = Parts()
+    for name, value, computed, changes in entries:
         if not isinstance(value, torch.Tensor):
             continue  # extra state
         first, first_changes = seen.setdefault(_identity(value), (name, changes))
@@ -170,9 +179,11 @@ def _from_entries(entries: Iterable[Entry]) -> Iterator[Weight]:
             raise _torn(first, name)
         if first != name:
             continue  # a tied tensor that already travels under its first name
-        _refuse_packed(name, value)
-        weight = _weight(bare_name(name), value)
-        yield weight if read is None else Weight(weight.spec, weight.device, read)
+        parts.look_at(name, value)
+        if computed is None:
+            _refuse_packed(name, value)
+        yield computed or _weight(bare_name(name), value)
+    parts.refuse()
 
 
 def _torn(first: str, name: str) -> ConfigurationError:
@@ -197,17 +208,7 @@ def _weight(name: str, tensor: torch.Tensor) -> Weight:
         raise ConfigurationError(f"weight {name!r} is quantised; dequantise it", phase="plan")
     if tensor.layout is not torch.strided:
         raise ConfigurationError(f"weight {name!r} is {tensor.layout}, not dense", phase="plan")
-    _refuse_shards(name, tensor)
-    return Weight(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), tensor.device, tensor.detach)
-
-
-def _refuse_shards(name: str, tensor: torch.Tensor) -> None:
-    if hasattr(tensor, "full_tensor"):
-        raise ConfigurationError(
-            f"weight {name!r} is a shard of a distributed tensor",
-            phase="plan",
-            remedy="gather on every rank (full_tensor()) and pass the mapping on rank 0",
-        )
+    return weight_of(name, tensor)
 
 
 def _refuse_packed(name: str, tensor: torch.Tensor) -> None:
@@ -218,15 +219,3 @@ def _refuse_packed(name: str, tensor: torch.Tensor) -> None:
             phase="plan",
             remedy="dequantise the model, or pass a mapping of the tensors that the engine loads",
         )
-
-
-def with_dtype(weight: Weight, dtype: torch.dtype | None) -> Weight:
-    """``weight``, cast when it is read if it is a floating tensor of another dtype."""
-    spec = weight.spec
-    if dtype is None or dtype == spec.dtype or not spec.dtype.is_floating_point:
-        return weight
-    return Weight(
-        TensorSpec(spec.name, dtype, spec.shape),
-        weight.device,
-        lambda: weight.read().to(dtype),
-    )

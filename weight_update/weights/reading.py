@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
 from weight_update.weights.specs import Weight
 
 
-def read_in_turn(weights: Sequence[Weight]) -> Iterator[torch.Tensor]:
+def read_in_turn(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
     """The values of some weights, in order, each read when it is asked for.
 
     The other ranks of a sharded trainer are told of all of them at once. Close the iterator if

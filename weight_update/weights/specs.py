@@ -64,6 +64,7 @@ class Weight:
             than to read them all; None elsewhere.
         collective: All ranks of the trainer must read it together.
         turn: How they are told to, on the rank that leads; None on all others.
+        ranks: Which ranks those are, of the trainer's default group; empty for all.
     """
 
     spec: TensorSpec
@@ -72,7 +73,8 @@ class Weight:
     rows: Callable[[int, int], torch.Tensor] | None = None
     collective: bool = False
     turn: Turn | None = None
+    ranks: tuple[int, ...] = ()
 
     def derived(self, spec: TensorSpec, read: Callable[[], torch.Tensor]) -> Weight:
         """Another weight whose value is made from this one's; it is read in the same turn."""
-        return Weight(spec, self.device, read, None, self.collective, self.turn)
+        return Weight(spec, self.device, read, None, self.collective, self.turn, self.ranks)

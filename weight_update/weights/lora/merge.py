@@ -1,38 +1,69 @@
-"""LoRA: the weights as `merge_and_unload` would give them, one layer at a time."""
+"""Adapters merged, and quantised layers unpacked: a model's weights as a plain model has them."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weight_update.errors import ConfigurationError
+from weight_update.weights.lora.adapters import Steps, steps_of
+from weight_update.weights.lora.by_peft import PeftMerge, merged_by_peft
+from weight_update.weights.lora.dense import Dense, dense_tensors, is_packed
+from weight_update.weights.lora.formula import Merge
+from weight_update.weights.lora.layers import (
+    base_model,
+    is_tuner_layer,
+    nested,
+    saved_module,
+    tuner_layer,
+)
+from weight_update.weights.names import bare_name
+from weight_update.weights.shards.gather import is_shard
+from weight_update.weights.specs import TensorSpec, Weight
 
 Changes = frozenset[int]
-"""Where the adapters that change a tensor are stored; empty for a tensor sent as it is."""
+"""Which adapters' tensors change a tensor, by their place; empty for one sent as it is."""
 
-Entry = tuple[str, Any, Callable[[], torch.Tensor] | None, Changes]
+_REMEDY = "use an adapter that merge_and_unload() takes, or pass a mapping of the weights"
+_UNPACK = "dequantise the base model, or push the adapter by itself"
+
+
+class Entry(NamedTuple):
+    """A name of the merged model, and what is sent under it.
+
+    Attributes:
+        name: As the bare model has it.
+        tensor: The trainer's own tensor: what lies in the same place is tied.
+        weight: How the value is made; None for a tensor that is sent as it is.
+        changes: What changes it. Tied tensors that do not change alike are torn apart.
+    """
+
+    name: str
+    tensor: Any
+    weight: Weight | None = None
+    changes: Changes = Changes()
 
 
 def adapter_model(module: nn.Module) -> nn.Module | None:
-    """The base model inside a PEFT model, adapters still in place; None without adapters."""
-    if any(_is_tuner_layer(child) for child in module.modules()):
-        if not hasattr(module, "get_base_model"):
-            return module
-        peft_model: Any = module
-        base: nn.Module = peft_model.get_base_model()
+    """The model whose weights `merged_tensors` gives, adapters in place; None for a plain one.
+
+    Raises:
+        ConfigurationError: Its adapters are no change of its weights.
+    """
+    base = base_model(module)
+    if base is not module or any(_is_replaced(child) for child in module.modules()):
         return base
     return None
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the module's own tensors are what it computes with: no adapters of any kind."""
+    """Whether the module's own tensors are what it computes with: no adapters, not quantised."""
     return adapter_model(module) is None and not merges_itself(module)
 
 
@@ -63,85 +94,166 @@ def merges_itself(module: nn.Module) -> bool:
 
 
 def merged_tensors(base: nn.Module) -> Iterator[Entry]:
-    """Names, tensors, readers and changes of the merged model, in the base model's order.
+    """The entries of the merged model's ``state_dict``, in the base model's order.
 
-    A reader is given where the value must be computed; the tensor then stands for its dtype,
-    shape and identity. Nothing of the model is copied before a reader is called.
+    Nothing of the model is copied before a value is read, except that one layer of each kind is
+    tried whose merge, or whose packing, only another library knows: what fails must fail before
+    an engine is paused.
+
+    Raises:
+        ConfigurationError: A layer cannot be merged or unpacked.
     """
-    wrapped = dict(_replaced_modules(base))
+    replaced = {bare_name(path): module for path, module in _replaced_modules(base)}
+    layers = _Layers(getattr(getattr(base, "config", None), "dtype", None))
     done: set[str] = set()
     for name, tensor in base.state_dict(keep_vars=True).items():
-        path = _owner(name, wrapped)
+        path = _owner(bare_name(name), replaced)
         if path is None:
-            yield name, tensor, None, Changes()
+            yield Entry(bare_name(name), tensor)
         elif path not in done:
             done.add(path)
-            yield from _replacement(path, wrapped[path])
+            yield from layers.entries(path, replaced[path])
 
 
-class _MergedLayer:
-    """Merges a layer when its first tensor is read, and forgets each tensor once it is given."""
+class _Layers:
+    """Entries of layers that are not sent as they are.
 
-    def __init__(self, path: str, layer: Any) -> None:
-        self._path = path
-        self._layer = layer
-        self._ready: dict[str, torch.Tensor] = {}
+    Args:
+        dtype: What the model computes in.
+    """
 
-    def entries(self) -> Iterator[Entry]:
-        _refuse_unmergeable(self._path, self._layer)
-        base = {id(parameter) for parameter in self._layer.get_base_layer().parameters()}
-        changes = Changes(p.data_ptr() for p in self._layer.parameters() if id(p) not in base)
-        for key, tensor in self._layer.get_base_layer().state_dict(keep_vars=True).items():
-            if not tensor.is_floating_point():
-                raise ConfigurationError(
-                    f"{self._path}.{key} is a quantised base ({tensor.dtype}) under an adapter",
-                    phase="plan",
-                    remedy="dequantise the base model, or push the adapter by itself",
-                )
-            yield f"{self._path}.{key}", tensor, partial(self.read, key), changes
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._tried: set[object] = set()
 
-    def read(self, key: str) -> torch.Tensor:
-        if key not in self._ready:
-            self._ready = _merge(self._layer)
-        return self._ready.pop(key)
+    def entries(self, path: str, module: nn.Module) -> Iterator[Entry]:
+        saved, layer = saved_module(module), tuner_layer(module)
+        if saved is not None:
+            return _saved_entries(path, module, saved)
+        return self._unpacked(path, module) if layer is None else self._merged(path, layer)
+
+    def _unpacked(self, path: str, layer: nn.Module) -> Iterator[Entry]:
+        for key, dense in self._dense(path, layer).items():
+            weight = dense.weight(f"{path}.{key}") if dense.packed else None
+            yield Entry(f"{path}.{key}", dense.tensor, weight)
+
+    def _merged(self, path: str, layer: Any) -> Iterator[Entry]:
+        base = layer.get_base_layer()
+        if any(is_tuner_layer(child) for child in base.modules()):
+            raise _unmergeable(path, layer, "its base layer holds adapters of its own")
+        tensors = self._dense(path, base)
+        for key, dense in tensors.items():
+            _refuse_packed(f"{path}.{key}", dense)
+        steps = steps_of(layer)
+        if steps is None:
+            return self._merged_by_peft(path, layer, tensors)
+        return _merged_by_formula(path, layer, tensors, steps)
+
+    def _merged_by_peft(
+        self, path: str, layer: Any, tensors: dict[str, Dense]
+    ) -> Iterator[Entry]:
+        if any(dense.packed for dense in tensors.values()):
+            raise _unmergeable(path, layer, "its base is quantised")
+        self._try(layer, partial(_refuse_unmergeable, path, layer))
+        parameters = list(layer.parameters())
+        base = {id(dense.tensor) for dense in tensors.values()}
+        changes = _places([tensor for tensor in parameters if id(tensor) not in base])
+        merge = PeftMerge(layer)
+        collective = any(map(is_shard, parameters))
+        for key, dense in tensors.items():
+            name = f"{path}.{key}"
+            spec = TensorSpec(name, dense.dtype, dense.shape)
+            read = partial(merge.read, key)
+            weight = Weight(spec, dense.tensor.device, read, None, collective)
+            yield Entry(name, dense.tensor, weight, changes)
+
+    def _dense(self, path: str, layer: nn.Module) -> dict[str, Dense]:
+        try:
+            tensors = dict(dense_tensors(layer, self._dtype))
+            for dense in tensors.values():
+                if dense.packed:
+                    self._try(layer, dense.value)
+        except Exception as error:
+            raise ConfigurationError(
+                f"{path} ({type(layer).__name__}) is quantised, and cannot be dequantised here: "
+                f"{type(error).__name__}: {error}",
+                phase="plan",
+                remedy=_UNPACK,
+            ) from error
+        return tensors
+
+    def _try(self, layer: nn.Module, call: Callable[[], object]) -> None:
+        """Once for each kind of layer; not where values are elsewhere."""
+        tensors = [*layer.parameters(), *layer.buffers()]
+        variants = getattr(layer, "lora_variant", {}).values()
+        kind = (type(layer), *map(type, variants), *(t.device.type for t in tensors[:1]))
+        if kind not in self._tried and not any(t.is_meta or is_shard(t) for t in tensors):
+            self._tried.add(kind)
+            call()
 
 
-def _merge(layer: Any) -> dict[str, torch.Tensor]:
-    # In fp32 on a copy of this one layer: merging in place and undoing it is not an inverse
-    # in bf16, and erodes the base a little at every update.
-    dtypes = {key: tensor.dtype for key, tensor in layer.get_base_layer().state_dict().items()}
-    device = next(layer.parameters()).device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        scratch = copy.deepcopy(layer).float()
-        for adapted in _chain(scratch):
-            adapted.merge()
-        merged = scratch.get_base_layer().state_dict()
-        return {key: tensor.detach().to(dtypes[key]) for key, tensor in merged.items()}
+def _merged_by_formula(
+    path: str, layer: Any, tensors: dict[str, Dense], steps: Steps
+) -> Iterator[Entry]:
+    if "bias" in steps and "bias" not in tensors:
+        raise _unmergeable(path, layer, "lora_bias=True needs a base layer with a bias")
+    for key, dense in tensors.items():
+        name = f"{path}.{key}"
+        if key in steps:
+            merge = Merge(dense, steps[key])
+            yield Entry(name, dense.tensor, merge.weight(name), _places(merge.tensors))
+        else:
+            yield Entry(name, dense.tensor, dense.weight(name) if dense.packed else None)
 
 
-def _chain(layer: Any) -> Iterator[Any]:
-    """The layer and the adapters inside it: PEFT nests one for each parameter of a module."""
-    while _is_tuner_layer(layer):
-        yield layer
-        layer = layer.base_layer
+def _saved_entries(path: str, wrapper: Any, saved: nn.Module) -> Iterator[Entry]:
+    """The trained copy, in the place of the original: what is tied to that is torn from it."""
+    original = wrapper.original_module.state_dict(keep_vars=True)
+    for key, tensor in saved.state_dict(keep_vars=True).items():
+        name, place = f"{path}.{key}", original.get(key, tensor)
+        if tensor is place or not isinstance(tensor, torch.Tensor):
+            yield Entry(name, tensor)
+        else:
+            yield Entry(name, place, Dense.of(tensor).weight(name), _places([tensor]))
+
+
+def _refuse_packed(name: str, dense: Dense) -> None:
+    tensor = dense.tensor
+    if not dense.packed and (not tensor.is_floating_point() or tensor.dtype.itemsize == 1):
+        raise ConfigurationError(
+            f"{name} is a quantised base ({tensor.dtype}) under an adapter",
+            phase="plan",
+            remedy=_UNPACK,
+        )
 
 
 def _refuse_unmergeable(path: str, layer: Any) -> None:
-    # A merge runs while the engine is paused, so what cannot be merged is found out before.
-    base = layer.get_base_layer()
-    layers = sys.modules["peft.tuners.tuners_utils"]
-    if any(type(adapted).merge is layers.BaseTunerLayer.merge for adapted in _chain(layer)):
-        reason = "adapters of this type cannot be merged"
-    elif any(_is_tuner_layer(child) for child in base.modules()):
-        reason = "its base layer holds adapters of its own"
-    elif any(getattr(layer, "lora_bias", {}).values()) and getattr(base, "bias", None) is None:
-        reason = "lora_bias=True needs a base layer with a bias"
-    else:
-        return
-    raise ConfigurationError(
+    try:
+        merged_by_peft(layer)
+    except NotImplementedError as error:
+        reason = str(error) or "adapters of this type have no merge"
+        raise _unmergeable(path, layer, reason) from error
+    except Exception as error:
+        raise _unmergeable(path, layer, f"{type(error).__name__}: {error}") from error
+
+
+def _unmergeable(path: str, layer: Any, reason: str) -> ConfigurationError:
+    return ConfigurationError(
         f"the adapter of {path!r} ({type(layer).__name__}) cannot be merged: {reason}",
         phase="plan",
-        remedy="use an adapter that merge_and_unload() takes, or pass a mapping of the weights",
+        remedy=_REMEDY,
+    )
+
+
+def _places(tensors: Any) -> Changes:
+    return Changes(tensor.data_ptr() or id(tensor) for tensor in tensors)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return (
+        tuner_layer(module) is not None
+        or saved_module(module) is not None
+        or is_packed(module)
     )
 
 
@@ -150,41 +262,15 @@ def _replaced_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in base.named_modules(remove_duplicate=False):
         if any(path.startswith(f"{outer}.") for outer in inside[-1:]):
             continue
-        if _is_tuner_layer(module) or _saved_copy(module) is not None:
+        if _is_replaced(module):
             inside.append(path)
             yield path, module
 
 
-def _replacement(path: str, module: nn.Module) -> Iterator[Entry]:
-    saved = _saved_copy(module)
-    if saved is None:
-        yield from _MergedLayer(path, module).entries()
-        return
-    for key, tensor in saved.state_dict(keep_vars=True).items():
-        yield f"{path}.{key}", tensor, None, Changes()
-
-
-def _owner(name: str, wrapped: dict[str, nn.Module]) -> str | None:
+def _owner(name: str, replaced: dict[str, nn.Module]) -> str | None:
     path = name
     while "." in path:
         path = path.rpartition(".")[0]
-        if path in wrapped:
+        if path in replaced:
             return path
     return None
-
-
-def _saved_copy(module: nn.Module) -> nn.Module | None:
-    """The trained copy that PEFT's `modules_to_save` keeps beside the original module."""
-    copies = getattr(module, "modules_to_save", None)
-    original = getattr(module, "original_module", None)
-    if not isinstance(copies, nn.ModuleDict) or not isinstance(original, nn.Module):
-        return None
-    active = getattr(module, "active_adapter", None) or next(iter(copies), "")
-    name = active[0] if isinstance(active, (list, tuple)) else str(active)
-    return copies[name] if name in copies else original  # noqa: SIM401 - no get() there
-
-
-def _is_tuner_layer(module: nn.Module) -> bool:
-    # Adapters can only exist once peft was imported.
-    layers = sys.modules.get("peft.tuners.tuners_utils")
-    return layers is not None and isinstance(module, layers.BaseTunerLayer)

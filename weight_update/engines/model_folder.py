@@ -1,0 +1,65 @@
+"""The folder of the model that a server names, where it can be read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_SCALE = "_scale_inv"
+_CONFIG_BYTES = 16 << 20
+_INDEX_BYTES = 256 << 20
+
+
+def read_config(model_path: Any) -> dict[str, Any]:
+    """``config.json`` of a model's folder; empty where that cannot be read here.
+
+    Only an absolute path is looked at: a name on a hub, or a path from the server's own working
+    directory, may mean something else on this machine.
+
+    Example:
+        >>> read_config("/nowhere"), read_config("org/name"), read_config(None)
+        ({}, {}, {})
+    """
+    return _object(_folder(model_path), "config.json", _CONFIG_BYTES)
+
+
+def read_scaled(model_path: Any) -> frozenset[str] | None:
+    """Names of the weights that a model's folder holds with scales; None if it shows none."""
+    folder = _folder(model_path)
+    weight_map = _object(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
+    names: Iterable[str] = weight_map if isinstance(weight_map, dict) else _header(folder)
+    return frozenset(n.removesuffix(_SCALE) for n in names if n.endswith(_SCALE)) or None
+
+
+def _folder(model_path: Any) -> Path | None:
+    path = Path(model_path) if isinstance(model_path, str) else None
+    return path if path is not None and path.is_absolute() else None
+
+
+def _object(folder: Path | None, name: str, limit: int) -> dict[str, Any]:
+    """A JSON object in a file; empty if it is none, or too large to be what it is called."""
+    if folder is None:
+        return {}
+    try:
+        file = folder / name
+        if not file.is_file() or file.stat().st_size > limit:
+            return {}
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _header(folder: Path | None) -> list[str]:
+    """The names in a checkpoint of one file."""
+    if folder is None:
+        return []
+    try:
+        with open(folder / "model.safetensors", "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size <= _INDEX_BYTES else {}
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [name for name in header if name != "__metadata__"] if isinstance(header, dict) else []

@@ -1,0 +1,335 @@
+"""SGLang, taking one LoRA adapter: the base weights stay, and requests name the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weight_update.engines.http import json_of
+from weight_update.engines.lora import AdapterCourier, AdapterParcel, modules_of
+from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang_client import SGLangClient
+from weight_update.errors import EngineRejected
+from weight_update.facts import Digests, Intake, NameCheck, Part
+from weight_update.options import HttpOptions, PauseMode
+from weight_update.waiting import Deadline
+from weight_update.weights.buckets import Bucket
+
+LOAD_ROUTE = "/load_lora_adapter_from_tensors"
+_LATE_SECONDS = 1.0
+_MERGE = "push with lora='merge'"
+# Fields of PEFT's config that a server refuses, or ignores and computes something else.
+_NOT_SERVED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules_to_save",
+    "trainable_token_indices": "trainable tokens",
+    "target_parameters": "adapters on parameters",
+    "lora_bias": "lora_bias",
+    "rank_pattern": "a rank a layer (rank_pattern)",
+    "alpha_pattern": "a scale a layer (alpha_pattern)",
+    "layer_replication": "layer replication",
+    "alora_invocation_tokens": "activated LoRA",
+}
+
+
+@dataclass(frozen=True)
+class LoRASupport:
+    """What a server says of adapters.
+
+    Attributes:
+        route: It takes adapters from tensors (0.5.8 and later).
+        enabled: It was started with ``--enable-lora``.
+        replicated: Its attention is data parallel.
+        fields: Fields of a load request; None where it does not say.
+        rank: ``--max-lora-rank``, if known.
+        modules: ``--lora-target-modules``, if known and not all.
+    """
+
+    route: bool = False
+    enabled: bool = False
+    replicated: bool = False
+    fields: frozenset[str] | None = None
+    rank: int | None = None
+    modules: frozenset[str] | None = None
+
+    @property
+    def proves(self) -> bool:
+        """It compares each tensor with a checksum, and serves none that differs."""
+        return "expected_checksums" in (self.fields or ())
+
+
+@dataclass
+class _Held:
+    """What a server is known to have taken since it started.
+
+    Attributes:
+        form: Form of the last adapter that it accepted.
+        sums: Checksums that it confirmed for the adapter it holds; None when that is unsure.
+    """
+
+    form: object = None
+    sums: Mapping[str, str] | None = None
+
+
+class SGLangLoRAClient(SGLangClient):
+    """Calls the LoRA routes as well."""
+
+    def load_fields(self, deadline: Deadline) -> frozenset[str] | None:
+        """The fields of a load request; None when the server does not publish them."""
+        body = json_of(self._ask("/openapi.json", "connect", deadline))
+        try:
+            schema = body["components"]["schemas"]["LoadLoRAAdapterFromTensorsReqInput"]
+            return frozenset(schema["properties"])
+        except (KeyError, TypeError):
+            return None
+
+    def load_adapter(self, body: dict[str, Any], deadline: Deadline) -> None:
+        """Loads an adapter of a name that is free."""
+        self._post(LOAD_ROUTE, "transfer", deadline, body, flag=True, late=_LATE_SECONDS)
+
+    def unload_adapter(self, name: str, deadline: Deadline) -> None:
+        """Unloads an adapter once no request uses it; one that is not loaded is no error."""
+        try:
+            self._post("/unload_lora_adapter", "transfer", deadline, {"lora_name": name}, flag=True)
+        except EngineRejected as error:
+            if "does not exist" not in error.message:
+                raise
+
+
+class SGLangAdapterEngine(SGLangEngine):
+    """One SGLang server whose adapter is replaced; release 0.5.8 or later.
+
+    Args:
+        url: Base URL.
+        options: Keys, TLS and proxies.
+        courier: Brings the adapter of the update that runs.
+    """
+
+    def __init__(self, url: str, options: HttpOptions, courier: AdapterCourier) -> None:
+        super().__init__(url, options)
+        self._client: SGLangLoRAClient = SGLangLoRAClient(url, options)
+        self._courier = courier
+        self._support = LoRASupport()
+        self._held = _Held()
+
+    def inspect(self, deadline: Deadline) -> None:
+        """Learns release, layout and what the server says of adapters."""
+        super().inspect(deadline)
+        info = self._client.server_info(deadline)
+        has_route = self._client.has(LOAD_ROUTE, deadline) is not False
+        fields = self._client.load_fields(deadline) if has_route else None
+        self._support, self._held = read_support(info, fields, route=has_route), _Held()
+
+    @property
+    def intake(self) -> Intake:
+        """An adapter is cast and cut by the server; the base model says nothing about it."""
+        return Intake()
+
+    def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
+        """The server checks an adapter as a whole, when it loads it."""
+        return NameCheck()
+
+    def first_values(self, name: str, deadline: Deadline) -> tuple[float, ...] | None:
+        """Adapters cannot be read back."""
+        return None
+
+    def digests(self, deadline: Deadline) -> Digests | None:
+        """The checksums that the server confirmed when it loaded the adapter."""
+        sums = {} if self._held.form is None else self._held.sums
+        if not self._support.proves or sums is None:
+            return None
+        return Digests(ranks=(sums,), parts=({name: Part() for name in sums},))
+
+    def objection(self, mode: PauseMode) -> str | None:
+        """Why this server cannot take the adapter under a pause mode; None when it can."""
+        if mode != "abort":
+            return (
+                f"an adapter is replaced once no request uses it, and under pause_mode={mode!r} "
+                "those in flight never end; use 'abort'"
+            )
+        release = self.capabilities.release
+        return (
+            super().objection(mode)
+            or why_not(self._support, release)
+            or why_not_served(self._courier.config or {}, self._support)
+        )
+
+    def can_flush(self, mode: PauseMode) -> bool:
+        """Prefixes are kept apart by adapter, so that none of the one before can be served."""
+        return True
+
+    def flushes_with_update(self, mode: PauseMode) -> bool:
+        """A new adapter begins without prefixes, and those of the base model stay valid."""
+        return True
+
+    def join(self, **_: Any) -> None:
+        """Nothing: the adapter travels in the request."""
+
+    def leave(self, group_name: str, deadline: Deadline) -> None:
+        """Nothing: there is no group."""
+
+    def session(self) -> SGLangAdapterSession:  # type: ignore[override]
+        """A session for one update."""
+        return SGLangAdapterSession(
+            self._client, self._courier, self._support, self._held, self.ranks or 1
+        )
+
+
+class SGLangAdapterSession:
+    """Replaces the adapter of one server: tried out under another name, then swapped.
+
+    What a server refuses it refuses in the trial, while the adapter before is still loaded. An
+    adapter of a form that it took before is not tried again.
+    """
+
+    def __init__(
+        self,
+        client: SGLangLoRAClient,
+        courier: AdapterCourier,
+        support: LoRASupport,
+        held: _Held,
+        ranks: int,
+    ) -> None:
+        self._client, self._courier, self._support = client, courier, support
+        self._held, self._ranks = held, ranks
+        self._name = courier.lora_name
+        self._trial = f"{courier.lora_name}.trial"
+
+    def open(self, deadline: Deadline) -> bool:
+        """Nothing: adapters need no session."""
+        return False
+
+    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
+        """Replaces the adapter; returns when requests get the new one.
+
+        Raises:
+            EngineRejected: Refused; its ``applied`` says whether the adapter before is loaded.
+        """
+        parcel = self._courier.parcel
+        body = load_request(parcel, self._support, self._ranks)
+        if self._held.form != parcel.form:
+            self._try(body, deadline)
+        self._held.form, self._held.sums = parcel.form, None
+        try:
+            self._client.unload_adapter(self._name, deadline)
+            self._client.load_adapter({**body, "lora_name": self._name}, deadline)
+        except EngineRejected as error:
+            error.applied = "partly"  # the adapter before is gone
+            raise
+        self._held.sums = parcel.sums if self._support.proves else None
+
+    def close(self, deadline: Deadline) -> None:
+        """Nothing: the swap is the update."""
+
+    def recover(self, deadline: Deadline) -> None:
+        """Leaves no trial behind; an adapter that is gone comes back with the next update."""
+        self._client.unload_adapter(self._trial, deadline)
+
+    def _try(self, body: dict[str, Any], deadline: Deadline) -> None:
+        self._client.unload_adapter(self._trial, deadline)  # of a trainer that died
+        try:
+            self._client.load_adapter({**body, "lora_name": self._trial}, deadline)
+        except EngineRejected as error:
+            error.applied = "nothing"
+            error.remedy = error.remedy or f"the adapter before is served on; {_MERGE}"
+            raise
+        self._client.unload_adapter(self._trial, deadline)
+
+
+def read_support(
+    info: Mapping[str, Any], fields: frozenset[str] | None, *, route: bool
+) -> LoRASupport:
+    """What a ``/server_info`` answer says of adapters.
+
+    Example:
+        >>> read_support({"enable_lora": True, "max_lora_rank": 8}, None, route=True).rank
+        8
+    """
+    rank, modules = info.get("max_lora_rank"), info.get("lora_target_modules")
+    known = isinstance(modules, list) and modules and "all" not in modules
+    return LoRASupport(
+        route=route,
+        enabled=info.get("enable_lora") is True,
+        replicated=info.get("enable_dp_attention") is True,
+        fields=fields,
+        rank=rank if isinstance(rank, int) else None,
+        modules=frozenset(map(str, modules)) if known and modules else None,
+    )
+
+
+def why_not(support: LoRASupport, release: str) -> str | None:
+    """Why a server takes no adapters at all; None when it does."""
+    if not support.route:
+        known = release or "(release unknown)"
+        return f"SGLang {known} takes no adapters from tensors; 0.5.8 or later does, or {_MERGE}"
+    if not support.enabled:
+        return f"it was started without --enable-lora; restart it with it, or {_MERGE}"
+    if support.replicated:
+        return f"its attention is data parallel, and adapters cannot be replaced there; {_MERGE}"
+    return None
+
+
+def why_not_served(config: Mapping[str, Any], support: LoRASupport) -> str | None:
+    """Why a server would refuse an adapter, or compute something else with it.
+
+    Example:
+        >>> why_not_served({"r": 16}, LoRASupport(rank=8))
+        "the adapter's rank is 16 and --max-lora-rank is 8; restart it with more, or push with..."
+    """
+    features = [words for key, words in _NOT_SERVED.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
+        features.append(f"bias={config['bias']!r}")
+    if features:
+        return f"SGLang does not serve an adapter with {', '.join(features)}; {_MERGE}"
+    rank = config.get("r")
+    if rank is not None and support.rank is not None and rank > support.rank:
+        return (
+            f"the adapter's rank is {rank} and --max-lora-rank is {support.rank}; restart it with "
+            f"more, or {_MERGE}"
+        )
+    lacking = ", ".join(_untaken(config.get("target_modules"), support))
+    if lacking:
+        return f"--lora-target-modules lacks {lacking}; restart it with them, or {_MERGE}"
+    return None
+
+
+def _untaken(targets: Any, support: LoRASupport) -> list[str]:
+    """Modules that the server keeps no adapters for, where both sides name them plainly."""
+    if support.modules is None or not isinstance(targets, list):
+        return []
+    return sorted({str(target).rpartition(".")[2] for target in targets} - support.modules)
+
+
+def served_config(config: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as the server reads it: plain module names, and a scale of alpha / r.
+
+    It knows neither patterns nor rsLoRA's scale, and would serve another model without a word.
+
+    Example:
+        >>> config = {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ".*up.*"}
+        >>> served_config(config, {"model.layers.0.up_proj.lora_A.weight": None})["lora_alpha"]
+        16.0
+    """
+    rs = bool(config.get("use_rslora"))
+    alpha = config["lora_alpha"] * config["r"] ** 0.5 if rs else config["lora_alpha"]
+    targets = modules_of(names)
+    return {**config, "lora_alpha": alpha, "use_rslora": False, "target_modules": targets}
+
+
+def load_request(parcel: AdapterParcel, support: LoRASupport, ranks: int) -> dict[str, Any]:
+    """The body of a load request, less the name.
+
+    Releases before 0.5.19 or so read one blob from ``serialized_tensors``, later ones a blob a
+    rank from ``serialized_named_tensors``. A server that does not say which gets both: none
+    minds a field that it does not know.
+    """
+    fields = support.fields or {"serialized_tensors", "serialized_named_tensors"}
+    body: dict[str, Any] = {"config_dict": served_config(parcel.config, parcel.tensors)}
+    if "serialized_named_tensors" in fields:
+        body["serialized_named_tensors"] = [parcel.pickled] * ranks
+    if "serialized_tensors" in fields:
+        body["serialized_tensors"] = parcel.pickled
+    if support.proves:
+        body["expected_checksums"] = parcel.sums
+    return body

@@ -1,0 +1,85 @@
+"""An update of a sharded trainer: every rank reads, one of them talks to the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from weight_update.errors import ConfigurationError
+from weight_update.report import UpdateReport
+from weight_update.transports.rank_channel import open_channel
+from weight_update.update.crew import Crew
+from weight_update.update.planning import Payload
+from weight_update.update.reader import nobody_else
+from weight_update.waiting import Deadline
+from weight_update.weights.shards.readers import readers_of
+
+
+class PushPayload(Protocol):
+    """Updates the engines with what it reads."""
+
+    def __call__(
+        self, read: Callable[[], Payload], check_readers: Callable[[], None] = nobody_else
+    ) -> UpdateReport:
+        """Runs the update."""
+
+
+def update_with_ranks(
+    source: Callable[[], Any],
+    read: Callable[[Any], Payload],
+    push: PushPayload,
+    followed: Callable[[UpdateReport], None],
+    deadline: Deadline,
+) -> UpdateReport:
+    """Runs ``push`` here, or follows the rank that does, if the source is held in parts.
+
+    Args:
+        source: Returns what is to be sent.
+        read: Makes the weights of it.
+        push: Updates the engines.
+        followed: Told of the report on ranks that do not talk to the engines.
+        deadline: By when every rank must have come.
+
+    Raises:
+        WeightUpdateError: The same on all ranks.
+    """
+    channel = open_channel()
+    if channel is None:
+        return push(lambda: read(source()))
+    crew, payload, given = None, Payload(), None
+    try:
+        given = source()
+        payload = read(given)
+        crew = Crew.of(payload.weights, open_channel)
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        crew = Crew.without_weights(sorted(readers_of(given, channel.ranks)), error, open_channel)
+        if crew is None:
+            return push(_raising(error))
+    if crew is None:
+        return push(lambda: payload)
+    report = crew.run(
+        lambda: push(lambda: replace(payload, weights=crew.lead()), crew.check), deadline
+    )
+    if not crew.leads:
+        followed(report)
+    return report
+
+
+def refuse_shards(source: Any) -> None:
+    """Raises ConfigurationError if other ranks must take part in reading ``source``."""
+    channel = open_channel()
+    if channel is not None and readers_of(source, channel.ranks):
+        raise ConfigurationError(
+            "a sharded model cannot be sent in the background: its ranks would read it while "
+            "they train",
+            phase="plan",
+            remedy="call update_weights() on every rank",
+        )
+
+
+def _raising(error: Exception) -> Callable[[], Payload]:
+    def read() -> Payload:
+        raise error
+
+    return read

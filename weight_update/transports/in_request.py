@@ -1,0 +1,104 @@
+"""Weights that travel inside the requests: a group that carries nothing, and its packer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+
+import torch
+
+from weight_update.errors import WeightMismatchError
+from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.growing_plan import GrowingPlan
+from weight_update.weights.reading import read_in_turn
+from weight_update.weights.specs import TensorSpec, Weight
+
+Put = Callable[[Mapping[str, torch.Tensor]], None]
+
+
+class NoGroup:
+    """Stands where a group would: nobody joins it, and nothing moves in it."""
+
+    name = "none"
+    address = ""
+    port = 0
+    backend = "none"
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.given_up = False
+
+    def join(self) -> None:
+        """Nothing."""
+
+    def arrived(self, rank: int) -> bool:
+        """Whoever was invited is there."""
+        return True
+
+    def decoy(self) -> None:
+        """There is no rendezvous."""
+
+    def missing_rank(self) -> int | None:
+        """Nobody is waited for."""
+        return None
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Nothing: the engines' sessions send what was packed."""
+
+    def moving(self) -> bool:
+        """Nothing is."""
+        return False
+
+    def give_up(self) -> None:
+        """The next update makes another."""
+        self.given_up = True
+
+
+class RequestPacker:
+    """Reads a bucket's values, once for all engines, and puts them where sessions find them.
+
+    Args:
+        put: Takes the values by name, on the CPU; training does not change them.
+    """
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+
+    def packs(self, spec: TensorSpec) -> bool:
+        """All tensors share one request."""
+        return True
+
+    def reserve(self, plan: Plan | GrowingPlan) -> None:
+        """Nothing: values are kept as they are read."""
+
+    def objections(self, plan: Plan | GrowingPlan) -> list[str]:
+        """A request holds a whole adapter, or an engine would take a part for one."""
+        buckets = len(plan.buckets)
+        return [] if buckets == 1 else [f"{buckets} buckets, and one request takes one"]
+
+    @torch.no_grad()
+    def pack(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Puts the values; returns nothing that would travel in a group.
+
+        Raises:
+            WeightMismatchError: A value has another dtype or shape than was announced.
+        """
+        with closing(read_in_turn(bucket.weights)) as values:
+            pairs = zip(bucket.weights, values, strict=True)
+            self._put({weight.spec.name: _copied(weight, value) for weight, value in pairs})
+        return []
+
+    def abandon(self) -> None:
+        """Nothing: no buffer is used twice."""
+
+
+def _copied(weight: Weight, value: torch.Tensor) -> torch.Tensor:
+    if value.dtype != weight.spec.dtype or value.shape != weight.spec.shape:
+        raise WeightMismatchError(
+            f"{weight.spec.name!r} was announced as {weight.spec.dtype} {weight.spec.shape} and is "
+            f"{value.dtype} {tuple(value.shape)} now",
+            phase="transfer",
+            remedy="do not change the model while an update runs",
+        )
+    # A view would bring all of its storage along.
+    return value.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,85 @@
+"""From the weights of an update to the buckets that its engines get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weight_update.facts import Intake
+from weight_update.options import UpdateOptions
+from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Packs, Plan, plan_buckets
+from weight_update.weights.families.fused import group_of
+from weight_update.weights.fitting import Wishes, common, fit
+from weight_update.weights.growing_plan import GrowingPlan
+from weight_update.weights.specs import Weight
+from weight_update.weights.stream import Stream
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The weights of one update.
+
+    Attributes:
+        weights: In the order in which they are sent; of a stream, the first.
+        whole: Whether they are a whole model's, and not some weights only.
+        stream: Where they come from one after the other, if they are not known beforehand.
+    """
+
+    weights: Sequence[Weight] = ()
+    whole: bool = True
+    stream: Stream | None = None
+
+
+def planned(
+    weights: Sequence[Weight], options: UpdateOptions, device: torch.device, packs: Packs
+) -> Plan:
+    """Which weights travel together, as they are.
+
+    Args:
+        weights: In the order in which they are sent.
+        options: Of which the size of a bucket is one.
+        device: Where the bytes travel.
+        packs: Whether a tensor is packed into a buffer with others.
+    """
+    even = options.bucket_bytes is None
+    size = _bucket_bytes(options, device)
+    return plan_buckets(weights, size, packs, even=even, group_of=group_of)
+
+
+def fitted_plan(
+    payload: Payload,
+    intakes: Mapping[str, Intake],
+    options: UpdateOptions,
+    device: torch.device,
+    packs: Packs,
+) -> Plan | GrowingPlan:
+    """Which weights travel together, made as the engines take them.
+
+    Args:
+        payload: What is to be sent.
+        intakes: How each engine, by URL, takes weights.
+        options: What the user asked for.
+        device: Where the bytes travel.
+        packs: Whether a tensor is packed into a buffer with others.
+
+    Raises:
+        ConfigurationError: Engines differ, or cannot take the weights.
+        WeightMismatchError: Shapes, or values, are wrong.
+    """
+    wishes = Wishes(options.dtype, options.trim_vocabulary, options.check_finite)
+    intake, stream = common(intakes, wishes), payload.stream
+    whole = payload.whole and stream is None
+
+    def fitted(weights: Sequence[Weight]) -> Plan:
+        return planned(fit(weights, intake, wishes, whole=whole), options, device, packs)
+
+    if stream is None:
+        return fitted(payload.weights)
+    batches = stream.batches(_bucket_bytes(options, device), group_of, options.name_map)
+    return GrowingPlan(bucket for batch in batches for bucket in fitted(batch).buckets)
+
+
+def _bucket_bytes(options: UpdateOptions, device: torch.device) -> int:
+    return options.bucket_bytes or DEFAULT_BUCKET_BYTES[device.type]

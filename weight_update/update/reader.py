@@ -1,0 +1,102 @@
+"""The reader: packs buckets in a thread of its own, under the deadline.
+
+Reading a model can wait for other ranks, a slow generator or a file system that hangs. The
+update gives up on it in time; the thread is left behind, with buffers that nobody else uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weight_update.errors import Phase, UpdateTimeout
+from weight_update.update.protocols import Packer
+from weight_update.waiting import Deadline, spawn
+from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.growing_plan import GrowingPlan
+
+_WATCH_SECONDS = 0.02
+# What a failed update waits for a bucket that is just being packed.
+_LET_GO_SECONDS = 0.2
+
+
+def nobody_else() -> None:
+    """Nobody else takes part in the reading, so nobody can fail."""
+
+
+@dataclass
+class Packed:
+    """A bucket and the tensors that travel for it."""
+
+    bucket: Bucket
+    tensors: list[torch.Tensor]
+
+    def give(self) -> list[torch.Tensor]:
+        """The tensors, for the last time: nobody holds a bucket once it arrived."""
+        given, self.tensors = self.tensors, []
+        return given
+
+
+class Reader:
+    """Reads and packs the buckets of a plan, one ahead of the wire.
+
+    Args:
+        packer: Packs them.
+        plan: What to read.
+        check: Raises when somebody else who has to take part in the reading failed.
+
+    Attributes:
+        check: As given.
+    """
+
+    def __init__(self, packer: Packer, plan: Plan | GrowingPlan, check: Callable[[], None]) -> None:
+        self._packer = packer
+        self._plan = plan
+        self.check = check
+        self._running: Future[Packed | None] | None = None
+
+    def start(self, index: int) -> None:
+        """Begins to read a bucket."""
+        self._running = spawn(self._pack, index, _callers_stream())
+
+    def finish(self, phase: Phase, deadline: Deadline) -> Packed | None:
+        """The bucket that was begun, or None when there is none any more.
+
+        Raises:
+            UpdateTimeout: It could not be read by the deadline.
+        """
+        running = self._running
+        if running is None:
+            return None
+        while not wait([running], timeout=min(_WATCH_SECONDS, deadline.remaining())).done:
+            self.check()
+            if deadline.expired():
+                raise UpdateTimeout(
+                    f"bucket {self._plan.requests} could not be read in {deadline.seconds:.1f} s",
+                    phase=phase,
+                    remedy="look at what the weights come from: other ranks, a generator, a disk",
+                )
+        self._running = None
+        return running.result()
+
+    def let_go(self) -> None:
+        """Ends without a bucket that is still being packed."""
+        running, self._running = self._running, None
+        if running is not None and not wait([running], timeout=_LET_GO_SECONDS).done:
+            self._packer.abandon()
+
+    def _pack(self, index: int, stream: AbstractContextManager[object]) -> Packed | None:
+        with stream:
+            bucket = self._plan.take(index)
+            return None if bucket is None else Packed(bucket, self._packer.pack(bucket))
+
+
+def _callers_stream() -> AbstractContextManager[object]:
+    """What the caller computes on: the values that it has just written are read after it."""
+    cuda: Any = torch.cuda
+    return cuda.stream(cuda.current_stream()) if cuda.is_initialized() else nullcontext()

@@ -1,0 +1,132 @@
+"""LoRA: one adapter by itself, under the names that PEFT saves it by."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from weight_update.errors import ConfigurationError
+from weight_update.weights.names import bare_name, unwrap
+from weight_update.weights.shards.gather import full, is_shard
+from weight_update.weights.specs import TensorSpec, Weight
+
+# What PEFT puts before every name; transformers models with adapters of their own lack it.
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter of a model.
+
+    Attributes:
+        config: What PEFT saves as ``adapter_config.json``.
+        weights: What it saves as ``adapter_model.safetensors``, values read later.
+    """
+
+    config: Mapping[str, Any]
+    weights: tuple[Weight, ...]
+
+
+def adapter_of(model: nn.Module, adapter: str | None = None) -> Adapter:
+    """One adapter of a model, as PEFT's ``save_pretrained`` writes it; nothing is copied.
+
+    Embeddings are not saved along with it, so the engine's must be those of the base model.
+
+    Args:
+        model: A PEFT model, or a model with PEFT adapters in it; wrapped or not.
+        adapter: Its name; None takes the active one.
+
+    Raises:
+        ConfigurationError: There is no such adapter, or it is not what the model computes with.
+    """
+    module = unwrap(model)
+    name = adapter or _active_adapter(module)
+    config = _config_of(module, name)
+    _refuse_rescaled(module, name, config)
+    return Adapter(_as_json(config), tuple(_weights(module, name)))
+
+
+def _active_adapter(module: nn.Module) -> str:
+    layers = list(_layers(module))
+    if not layers:
+        raise _refusal(f"{type(module).__name__} has no LoRA adapter", "push with lora='merge'")
+    if any(layer.disable_adapters for layer in layers):
+        raise _refusal("the adapters are disabled", "enable them before the update")
+    active = {name for layer in layers for name in layer.active_adapters}
+    if len(active) != 1:
+        names = ", ".join(map(repr, sorted(active))) or "none"
+        raise _refusal(
+            f"one adapter must be active, and {names} are",
+            "set_adapter() to one, or push with lora='merge', which sends their sum",
+        )
+    (name,) = active
+    return str(name)
+
+
+def _config_of(module: nn.Module, name: str) -> Any:
+    configs: Mapping[str, Any] = getattr(module, "peft_config", None) or {}
+    if name not in configs:
+        known = ", ".join(map(repr, configs)) or "none"
+        raise _refusal(f"there is no adapter {name!r}; the model has {known}")
+    kind = str(getattr(configs[name].peft_type, "value", configs[name].peft_type))
+    if kind != "LORA":
+        raise _refusal(
+            f"adapter {name!r} is {kind}, and engines serve LoRA only", "push with lora='merge'"
+        )
+    return configs[name]
+
+
+def _refuse_rescaled(module: nn.Module, name: str, config: Any) -> None:
+    """An engine computes the scale from the config, and cannot know of another."""
+    if config.rank_pattern or config.alpha_pattern:
+        return  # a layer's own config is PEFT's to find
+    scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    for layer in _layers(module):
+        if layer.scaling.get(name, scale) != scale:
+            raise _refusal(
+                f"adapter {name!r} was rescaled from {scale:g} to {layer.scaling[name]:g}",
+                "push with lora='merge', or put the scale into lora_alpha",
+            )
+
+
+def _weights(module: nn.Module, name: str) -> Iterator[Weight]:
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(
+        module,
+        state_dict=module.state_dict(keep_vars=True),
+        adapter_name=name,
+        save_embedding_layers=False,
+    )
+    prefix = "" if hasattr(module, "get_base_model") else _PREFIX
+    for key, tensor in state.items():
+        yield _weight(prefix + bare_name(key), tensor)
+
+
+def _weight(name: str, tensor: torch.Tensor) -> Weight:
+    spec = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+    return Weight(spec, tensor.device, partial(full, tensor), collective=is_shard(tensor))
+
+
+def _layers(module: nn.Module) -> Iterator[Any]:
+    # Adapters can only exist once peft was imported.
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return (m for m in module.modules() if tuners and isinstance(m, tuners.BaseTunerLayer))
+
+
+def _as_json(config: Any) -> dict[str, Any]:
+    fields = {**config.to_dict(), "inference_mode": True}  # as a saved one is
+    plain = {key: sorted(v) if isinstance(v, set) else v for key, v in fields.items()}
+    loaded: dict[str, Any] = json.loads(json.dumps(plain))
+    return loaded
+
+
+def _refusal(what: str, remedy: str = "") -> ConfigurationError:
+    return ConfigurationError(what, phase="plan", remedy=remedy)

@@ -1,0 +1,206 @@
+"""The merge by formula: what adapters do to a weight, in fp32, some rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weight_update.weights.lora.dense import Dense
+from weight_update.weights.shards.gather import full, is_shard
+from weight_update.weights.specs import TensorSpec, Weight
+
+# Elements that are merged at once: they stay in the caches of a CPU, or of a GPU, from the cast
+# to fp32 to the cast back; a GPU needs more of them to be busy.
+_BLOCK = {"cuda": 8 << 20}
+_CPU_BLOCK = 256 << 10
+
+Apply = Callable[[torch.Tensor, int, int], None]
+"""Changes an fp32 block that holds some rows (first, last + 1) of the weight."""
+
+
+class Step(Protocol):
+    """What an adapter does to a weight."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that it reads."""
+        ...
+
+    def load(self) -> Apply:
+        """Reads them, and returns what is to be done."""
+        ...
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Adds ``scale * b @ a``, or its transpose; of experts, for each of them.
+
+    Attributes:
+        a: From the input to the rank.
+        b: From the rank to the output.
+        scale: As PEFT stores it.
+        transposed: Whether the weight's first dimension is the input.
+        experts: How many weights a and b are for; None for a weight of two dimensions.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    transposed: bool = False
+    experts: int | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """a and b."""
+        return self.a, self.b
+
+    def load(self) -> Apply:
+        """Left and right factor of the product are views: nothing is computed yet."""
+        right, left = full(self.a), full(self.b)
+        if self.experts is not None:
+            # PEFT has experts outermost in a's rows, and innermost in b's columns.
+            right = right.reshape(self.experts, -1, right.shape[-1])
+            left = left.reshape(left.shape[0], -1, self.experts).permute(2, 0, 1)
+        if self.transposed:
+            left, right = right.mT, left.mT
+
+        def add(block: torch.Tensor, first: int, end: int) -> None:
+            rows = left[first:end].to(block)
+            if block.ndim == 3:
+                block.baddbmm_(rows, right[first:end].to(block), alpha=self.scale)
+            else:
+                block.addmm_(rows, right.to(block), alpha=self.scale)
+
+        return add
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """DoRA: gives every row the length that was trained."""
+
+    magnitude: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The magnitudes."""
+        return (self.magnitude,)
+
+    def load(self) -> Apply:
+        """As for every step."""
+        magnitude = full(self.magnitude).reshape(-1)
+
+        def stretch(block: torch.Tensor, first: int, end: int) -> None:
+            lengths = torch.linalg.vector_norm(block, dim=1)
+            block.mul_((magnitude[first:end].to(block) / lengths).unsqueeze(1))
+
+        return stretch
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Adds ``scale * shift`` to a bias."""
+
+    shift: torch.Tensor
+    scale: float
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The shift."""
+        return (self.shift,)
+
+    def load(self) -> Apply:
+        """As for every step."""
+        shift = full(self.shift)
+
+        def add(block: torch.Tensor, first: int, end: int) -> None:
+            block.add_(shift[first:end].to(block), alpha=self.scale)
+
+        return add
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Replaces some rows: those of tokens that were trained."""
+
+    indices: Sequence[int]
+    values: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The rows."""
+        return (self.values,)
+
+    def load(self) -> Apply:
+        """As for every step."""
+        values = full(self.values)
+        indices = torch.tensor(self.indices, device=values.device)
+
+        def replace(block: torch.Tensor, first: int, end: int) -> None:
+            inside = (first <= indices) & (indices < end)
+            block[indices[inside].to(block.device) - first] = values[inside].to(block)
+
+        return replace
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A weight with its adapters merged; nothing is read before it is asked for.
+
+    Attributes:
+        base: The weight without them.
+        steps: What they do to it, in order.
+    """
+
+    base: Dense
+    steps: tuple[Step, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What the adapters hold of it."""
+        return tuple(tensor for step in self.steps for tensor in step.tensors)
+
+    def weight(self, name: str) -> Weight:
+        """It, to be sent."""
+        spec = TensorSpec(name, self.base.dtype, self.base.shape)
+        collective = any(map(is_shard, (self.base.tensor, *self.tensors)))
+        by_rows = None if collective or self.base.packed else self.rows
+        return Weight(spec, self.base.tensor.device, self.read, by_rows, collective)
+
+    def read(self) -> torch.Tensor:
+        """The merged weight."""
+        return self.rows(0, self.base.shape[0])
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Some rows of it."""
+        with torch.no_grad(), torch.autocast(self.base.tensor.device.type, enabled=False):
+            base = self.base.value()
+            changes = [step.load() for step in self.steps]
+            merged = base.new_empty((end - first, *base.shape[1:]), dtype=self.base.dtype)
+            _fill(merged, base, first, changes)
+        return merged
+
+
+def _fill(merged: torch.Tensor, base: torch.Tensor, first: int, changes: Sequence[Apply]) -> None:
+    """Writes the merged rows from ``first`` on: each is cast to fp32, changed, and cast once."""
+    exact = torch.promote_types(merged.dtype, torch.float32)
+    parts = merged.split(_rows_at_once(merged))
+    scratch = parts[0] if merged.dtype == exact else torch.empty_like(parts[0], dtype=exact)
+    start = first
+    for part in parts:
+        block = part if merged.dtype == exact else scratch[: len(part)]
+        end = start + len(part)
+        block.copy_(base[start:end])
+        for change in changes:
+            change(block, start, end)
+        if block is not part:
+            part.copy_(block)
+        start = end
+
+
+def _rows_at_once(weight: torch.Tensor) -> int:
+    elements = _BLOCK.get(weight.device.type, _CPU_BLOCK)
+    return max(1, elements // max(1, math.prod(weight.shape[1:])))
