@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from weight_update.schemes.scheme import SGLangWeightSyncScheme
     from weight_update.schemes.sender import SGLangWeightSender
     from weight_update.schemes.transport import SGLangCollectiveTransport
+    from weight_update.schemes.vllm import VLLMWeightSender, VLLMWeightSyncScheme
+    from weight_update.weights.checkpoint import Checkpoint
     from weight_update.weights.extract import get_model_metadata
     from weight_update.weights.extract import get_model_metadata as get_sglang_model_metadata
+    from weight_update.weights.saved_state_dict import SavedStateDict
+    from weight_update.weights.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -53,11 +57,17 @@ _HOMES = {
     "SGLangWeightSyncScheme": "schemes.scheme",
     "SGLangWeightSender": "schemes.sender",
     "SGLangCollectiveTransport": "schemes.transport",
+    "VLLMWeightSender": "schemes.vllm",
+    "VLLMWeightSyncScheme": "schemes.vllm",
+    "Checkpoint": "weights.checkpoint",
+    "SavedStateDict": "weights.saved_state_dict",
+    "Stream": "weights.stream",
     "get_model_metadata": "weights.extract",
     "get_sglang_model_metadata": "weights.extract",
 }
 
 __all__ = [
+    "Checkpoint",
     "ConfigurationError",
     "EngineOutcome",
     "EngineRejected",
@@ -66,8 +76,12 @@ __all__ = [
     "SGLangCollectiveTransport",
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
+    "SavedStateDict",
+    "Stream",
     "UpdateReport",
     "UpdateTimeout",
+    "VLLMWeightSender",
+    "VLLMWeightSyncScheme",
     "WeightMismatchError",
     "WeightUpdateError",
     "get_model_metadata",

@@ -151,3 +151,14 @@ class EngineUnreachable(WeightUpdateError, ConnectionError):
 
 class UpdateTimeout(WeightUpdateError, TimeoutError):
     """The deadline passed in the named phase."""
+
+
+def kind_of_error(name: str) -> type[WeightUpdateError]:
+    """The class of that name; the base class for a name that is none.
+
+    Example:
+        >>> kind_of_error("UpdateTimeout") is UpdateTimeout
+        True
+    """
+    kinds = {kind.__name__: kind for kind in WeightUpdateError.__subclasses__()}
+    return kinds.get(name, WeightUpdateError)

@@ -29,11 +29,13 @@ class NameCheck:
         known: Whether the engine's names could be known at all.
         unknown: Names that it would ignore.
         lacking: Weights of its own that the push does not bring; they would stay old.
+        remark: What else there is to say of them.
     """
 
     known: bool = False
     unknown: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Intake:
         drafts: It runs a draft model beside the one that is served.
         partial_modules: It takes some of the weights that it fuses into one, and keeps the
             others as they were.
+        any_shape: A push may bring other shapes than the one before.
     """
 
     architectures: tuple[str, ...] = ()
@@ -96,3 +99,4 @@ class Intake:
     requantises: bool = False
     drafts: bool = False
     partial_modules: bool = True
+    any_shape: bool = False

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from weight_update import errors
-from weight_update.errors import Phase, WeightUpdateError
+from weight_update.errors import Phase, WeightUpdateError, kind_of_error
 
 Verification = Literal["checksum", "sample", "unverified", "off"]
 InFlight = Literal["aborted", "retracted", "frozen"]
@@ -220,13 +219,13 @@ def error_from_dict(plain: Mapping[str, Any]) -> WeightUpdateError:
     """The error that :meth:`WeightUpdateError.to_dict` made plain, of its own kind.
 
     Example:
-        >>> error = errors.UpdateTimeout("too late", engine="http://a:1", phase="pause")
+        >>> from weight_update.errors import UpdateTimeout
+        >>> error = UpdateTimeout("too late", engine="http://a:1", phase="pause")
         >>> again = error_from_dict(error.to_dict())
         >>> type(again) is type(error), str(again) == str(error)
         (True, True)
     """
-    kind = getattr(errors, plain["kind"], WeightUpdateError)
-    error: WeightUpdateError = kind(
+    error = kind_of_error(plain["kind"])(
         plain["message"], engine=plain["engine"], phase=plain["phase"], remedy=plain["remedy"]
     )
     error.engines = tuple(plain["engines"])

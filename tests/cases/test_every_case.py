@@ -16,7 +16,8 @@ CASES = {
     "versions_and_servers": "C07 C08 C22 C23 C24 C31",
     "cache_and_pause": "C09 C10 C17 C18 C81",
     "releases": "C03",
-    "layouts": "C04 C06 C43",
+    "layouts": "C04 C43",
+    "sharded": "C06 C21 C43",
     "addresses": "C11 C20 C37 C45",
     "names": "C14 C15 C16 C36 C61 C62",
     "lora": "C13 C27 C42 C70 C79",
@@ -28,11 +29,13 @@ CASES = {
 WITHOUT_EXCEPTION = "C01 C02 C05 C07 C08 C09 C10 C22 C25 C30 C40 C47 C50"
 
 FOLDER = Path(__file__).parent
+#: Ranks are started once for all tests of their folder.
+FILES = {"sharded": FOLDER.parent / "sharded" / "test_ranks.py"}
 PAIRS = [(section, case) for section, cases in CASES.items() for case in cases.split()]
 
 
 def functions_of(section: str, case: str) -> Iterator[ast.FunctionDef]:
-    tree = ast.parse((FOLDER / f"test_{section}.py").read_text())
+    tree = ast.parse(FILES.get(section, FOLDER / f"test_{section}.py").read_text())
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith(f"test_{case.lower()}_"):
             yield node
@@ -58,6 +61,6 @@ def test_a_case_has_a_test_or_a_skip_that_says_why(section: str, case: str) -> N
 
 def test_no_test_is_named_after_a_case_that_does_not_exist() -> None:
     known = {case.lower() for _, case in PAIRS} | {"c33", "c41"}  # those two are for GPUs
-    for path in FOLDER.glob("test_*.py"):
+    for path in (*FOLDER.glob("test_*.py"), *FILES.values()):
         named = set(re.findall(r"^def test_(c\d\d)_", path.read_text(), re.M))
         assert named <= known, path.name

@@ -93,16 +93,6 @@ def test_c04_ranks_of_engines_of_several_sizes_do_not_overlap() -> None:
         assert [kit.served(engine) for engine in (wide, narrow)] == [kit.tokens_of(1)] * 2
 
 
-# ---- C06
-
-
-@pytest.mark.skip(
-    reason="sharded trainers (FSDP2, DTensor) are refused with advice: gathering from all ranks, "
-    "and raising the same error on all of them, is not built"
-)
-def test_c06_all_ranks_of_a_sharded_trainer_end_alike() -> None: ...
-
-
 # ---- C33
 
 
@@ -149,7 +139,3 @@ def test_c43_a_parameter_under_two_names_travels_once() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     model["b"] = model["a"]
     assert list(get_model_metadata(model)) == ["a.weight", "a.bias"]
-
-
-@pytest.mark.skip(reason="FSDP1 and ZeRO-3 models are not gathered: their ranks are not used yet")
-def test_c43_an_fsdp1_model_gives_full_shapes_each_name_once() -> None: ...

@@ -90,13 +90,13 @@ def test_c13_an_engine_with_biases_accepts_all_of_an_adapted_model() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_c27_a_hundred_payloads_without_a_step_change_nothing_and_are_the_same(
+def test_c27_two_hundred_payloads_without_a_step_change_nothing_and_are_the_same(
     dtype: torch.dtype,
 ) -> None:
     model = lora(biased(dtype=dtype), use_rslora=True, target_modules="all-linear")
     before = bits(dict(model.state_dict()))
     first = bits(payload(model))
-    for _ in range(100):
+    for _ in range(200):
         again = payload(model)
     assert bits(again) == first
     assert bits(dict(model.state_dict())) == before
@@ -113,12 +113,16 @@ def test_c27_a_hundred_payloads_without_a_step_change_nothing_and_are_the_same(
 class Packed(nn.Linear):
     """A linear layer as quantisers keep it: packed bytes under the weight's name."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(8, 8, bias=False)
-        self.weight = nn.Parameter(torch.zeros(32, 1, dtype=dtype), requires_grad=False)
+    def __init__(self, dense: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__(dense.in_features, dense.out_features, bias=False)
+        self.dense = [dense.weight.detach()]
+        packed = torch.zeros(dense.weight.numel() // 2, 1, dtype=dtype)
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
+
+class Unpacking(Packed):
     def dequantize(self) -> torch.Tensor:
-        return torch.zeros(8, 8)
+        return self.dense[0].clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
@@ -126,11 +130,24 @@ def test_c42_packed_bytes_never_travel_under_a_weights_name(
     dtype: torch.dtype, engine: ReferenceEngine
 ) -> None:
     model = copy.deepcopy(kit.llama(1))
-    model.model.layers[0].self_attn.q_proj = Packed(dtype)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Packed(attention.q_proj, dtype)
     log = kit.Log(engine)
     with kit.make_sender(engine) as sender, pytest.raises(ConfigurationError, match="quantised"):
         sender.update_weights(model)
     assert log.count(engine, PAUSE) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_c42_a_layer_that_can_unpack_its_bytes_reaches_the_engine_dense(
+    dtype: torch.dtype, engine: ReferenceEngine
+) -> None:
+    model = copy.deepcopy(kit.llama(1))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Unpacking(layer.self_attn.q_proj, dtype)
+    with kit.make_sender(engine) as sender:
+        sender.update_weights(model)
+    assert kit.served(engine) == kit.tokens_of(1)
 
 
 # ---- C70
@@ -142,6 +159,12 @@ def two_adapters(base: nn.Module) -> Any:
     model.base_model.set_adapter(["default", "second"])
     train(model, 9)
     return model.eval()
+
+
+def disabled(base: nn.Module) -> Any:
+    model = lora(base)
+    model.base_model.model.model.layers[0].self_attn.q_proj.enable_adapters(False)
+    return model
 
 
 VARIANTS = {
@@ -157,6 +180,12 @@ VARIANTS = {
     "a saved head beside adapters": lambda base: lora(base, modules_to_save=["lm_head"]),
     "trained bias": lambda base: lora(base, bias="all"),
     "one layer only": lambda base: lora(base, layers_to_transform=[1]),
+    "PiSSA": lambda base: lora(base, init_lora_weights="pissa"),
+    "DoRA on the embedding": lambda base: lora(
+        base, target_modules=["embed_tokens"], use_dora=True
+    ),
+    "trained tokens": lambda base: lora(base, trainable_token_indices=[1, 5, 9]),
+    "disabled layers": disabled,
 }
 
 
@@ -181,16 +210,15 @@ def test_c70_dropout_of_a_training_model_leaves_the_payload_alone() -> None:
     assert bits(payload(model.train())) == quiet
 
 
-def test_c70_an_adapter_without_a_merge_is_refused_by_name() -> None:
+def test_c70_an_adapter_without_a_merge_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     model = peft.get_peft_model(biased(), config)
     layer = model.base_model.model.model.layers[0].self_attn.k_proj
-    type(layer).merge, kept = peft.tuners.tuners_utils.BaseTunerLayer.merge, type(layer).merge
-    try:
-        with pytest.raises(ConfigurationError, match=type(layer).__name__):
-            payload(model)
-    finally:
-        type(layer).merge = kept
+    monkeypatch.setattr(type(layer), "merge", peft.tuners.tuners_utils.BaseTunerLayer.merge)
+    with pytest.raises(ConfigurationError, match=type(layer).__name__):
+        payload(model)
 
 
 # ---- C79

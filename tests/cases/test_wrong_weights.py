@@ -86,6 +86,15 @@ def test_c05_every_tensor_travels_in_the_dtype_that_was_announced(
     assert {name: (v.data_ptr(), v.dtype) for name, v in model.named_parameters()} == before
 
 
+def test_c05_the_engines_own_dtype_can_be_asked_for(sent: list[torch.Tensor]) -> None:
+    with (
+        ReferenceEngine(kit.llama(0), dtype="bfloat16") as served,
+        kit.make_sender(served, dtype="engine", load_format="tensors", verify="off") as sender,
+    ):
+        sender.update_weights(own_copy(1))
+    assert {tensor.dtype for tensor in sent} == {torch.bfloat16}
+
+
 def test_c05_only_floating_tensors_are_cast() -> None:
     tensors = {
         "w": torch.ones(2),
@@ -247,11 +256,50 @@ def test_c30_a_sample_has_the_first_the_last_a_tied_a_bias_and_a_norm() -> None:
 # ---- C29
 
 
-@pytest.mark.skip(
-    reason="buckets are filled in order and know no groups of names that an engine fuses; the "
-    "loaders that keep one half between load calls (MLA and some MoE models) were not run"
-)
-def test_c29_tensors_that_the_engine_fuses_share_a_bucket() -> None: ...
+@pytest.fixture(scope="module")
+def fusing() -> Iterator[ReferenceEngine]:
+    """An engine that loses what it fuses and gets in parts; it serves model A."""
+    with ReferenceEngine(kit.llama(0), fuses=True) as engine:
+        yield engine
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_c29_the_engine_of_these_tests_loses_parts_and_says_yes(fusing: ReferenceEngine) -> None:
+    kit.push(fusing, kit.llama(0))
+    with kit.make_sender(fusing, verify="off") as sender:
+        sender.update_weights({QUERY: flat(kit.llama(1))[QUERY]})
+    assert kit.served(fusing) == kit.tokens_of(0)
+    kit.wait_for(lambda: f"lost {QUERY}" in fusing.log())
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 3_000, 5_000])
+@FORMATS
+def test_c29_tensors_that_the_engine_fuses_share_a_bucket(
+    load_format: str, bucket_bytes: int, fusing: ReferenceEngine
+) -> None:
+    """The bucket's edge falls between them: q, k and v have 4, 2 and 2 kB, gate and up 8 each."""
+    kit.push(fusing, kit.llama(0))
+    with kit.make_sender(fusing, load_format=load_format, bucket_bytes=bucket_bytes) as sender:
+        report = sender.update_weights(kit.llama(1))
+    assert report.buckets > 8
+    assert report.verification == "checksum"
+    assert kit.served(fusing) == kit.tokens_of(1)
+
+
+def test_c29_a_group_that_cannot_fit_is_told_in_one_line(
+    fusing: ReferenceEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level("INFO", logger="weight_update"),
+        kit.make_sender(fusing, bucket_bytes=1) as sender,
+    ):
+        sender.update_weights(kit.llama(1))
+    lines = [r.getMessage() for r in caplog.records if "fuse" in r.getMessage()]
+    assert lines
+    assert all("bucket_bytes=1 " in line or "bucket_bytes=1," in line for line in lines)
+    assert "self_attn.qkv" in lines[0]
 
 
 # ---- C34
@@ -389,14 +437,16 @@ def test_c54_the_original_is_not_kept_alive_for_a_trainer_that_went_on_with_a_co
         assert log.count(engine, PAUSE) == 0
 
 
-def test_c54_a_function_that_gives_the_model_is_refused_with_advice(
+def test_c54_a_function_that_gives_the_model_is_asked_at_every_update(
     engine: ReferenceEngine,
 ) -> None:
-    """Providers are not taken: the model is passed to each update instead."""
+    held = {"model": own_copy(0)}
     with kit.make_sender(engine) as sender:
-        with pytest.raises(ConfigurationError, match=r"update_weights\(\)"):
-            sender.register_model(lambda: kit.llama(1))
-        sender.update_weights(kit.llama(1))
+        sender.register_model(lambda: held["model"])
+        sender.update_weights()
+        held["model"] = copy.deepcopy(held["model"])
+        held["model"].load_state_dict(kit.llama(1).state_dict())
+        sender.update_weights()
     assert kit.served(engine) == kit.tokens_of(1)
 
 
@@ -459,8 +509,20 @@ def test_c74_a_resized_embedding_is_never_reported_new(engine: ReferenceEngine) 
 # ---- C82
 
 
-@pytest.mark.skip(reason="there is no finite check yet: values are sent as they are")
-def test_c82_a_nan_is_refused_before_any_call_where_that_is_asked_for() -> None: ...
+def test_c82_a_nan_is_refused_before_any_call_where_that_is_asked_for(
+    engine: ReferenceEngine,
+) -> None:
+    model = own_copy(1)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    with kit.make_sender(engine, check_finite=True) as sender:
+        sender.update_weights(kit.llama(0))
+        log = kit.Log(engine)
+        with pytest.raises(WeightMismatchError, match=r"'model\.norm\.weight'"):
+            sender.update_weights(model)
+        assert log.count(engine, PAUSE) == 0
+        assert log.count(engine, UPDATE) == 0
+    assert kit.served(engine) == kit.tokens_of(0)
 
 
 def test_c82_without_a_check_a_nan_is_sent_bit_for_bit(engine: ReferenceEngine) -> None:

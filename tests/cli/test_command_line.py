@@ -53,7 +53,7 @@ def test_the_command_stands_beside_the_environments_python() -> None:
     assert done.stdout == f"weight-update {weight_update.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench loopback"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench loopback", "bench weights"])
 def test_help_teaches(command: str) -> None:
     text = run(*command.split(), "--help").out
     assert "Example:" in text
@@ -65,7 +65,9 @@ def test_help_teaches(command: str) -> None:
     assert all(len(shlex.split(line)) >= 2 for line in examples)
 
 
-@pytest.mark.parametrize("arguments", [["demo"], ["bench", "loopback"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["demo"], ["bench", "loopback"], ["bench", "weights"]], ids=" ".join
+)
 @pytest.mark.parametrize("lacking", ["transformers", "starlette", "uvicorn"])
 def test_a_command_without_its_extra_says_what_to_install(
     arguments: list[str], lacking: str, tmp_path: Path

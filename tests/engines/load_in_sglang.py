@@ -4,7 +4,8 @@
 
 Each directory holds a checkpoint's `config.json` and `push.safetensors`. The class of its
 architecture is built on the CPU, all its floating parameters are made NaN, and the push is given
-to its `load_weights`. A line of JSON is printed for each directory: `stale`, parameters that still
+to its `load_weights`. A line of JSON is printed for each directory: the class (`kind`) and the
+`names` that the server's digests have; `stale`, parameters that still
 hold a NaN; `ignored`, names that change no parameter when they come alone; `error`, in words.
 """
 
@@ -17,8 +18,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "engines" / "cpu"))
-import sgl_cpu_patches  # noqa: F401 - before torch and sglang
 import torch
 
 
@@ -69,12 +68,20 @@ def check(directory: Path) -> dict[str, Any]:
     _forget(model)
     model.load_weights(list(push.items()))
     stale = [name for name, nans in _nans(model).items() if nans]
-    kind = type(model).__name__
     return {
-        "kind": kind,
+        "kind": type(model).__name__,
+        "names": _digested(model),
         "stale": stale,
         "ignored": [name for name in push if _ignored(model, name, push)],
     }
+
+
+def _digested(model: Any) -> list[str]:
+    """The names that the server's digests have."""
+    from sglang.srt.utils.weight_checker import _is_skip_weight_check
+
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in tensors if not _is_skip_weight_check(name, tensor)]
 
 
 def _ignored(model: Any, name: str, push: dict[str, torch.Tensor]) -> bool:
@@ -101,6 +108,8 @@ def _nans(model: Any) -> dict[str, int]:
 
 def main(directories: list[str]) -> None:
     """Each directory in a process of its own, since an SGLang process holds one model."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "engines" / "cpu"))
+    import sgl_cpu_patches  # noqa: F401 - before sglang
     import sglang.benchmark.one_batch  # noqa: F401
 
     for directory in directories:

@@ -39,9 +39,14 @@ class LoRAServer(SGLangServer):
 
 def policy(seed: int, **more: Any) -> Any:
     """Model A with an adapter that changes what it says, by a seed."""
+    return adapted(tiny_llama(SEED_A), seed, **more)
+
+
+def adapted(base: Any, seed: int, **more: Any) -> Any:
+    """A model with an adapter that changes what it says, by a seed."""
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL_LINEAR}
     config = LoraConfig(**(settings | {"task_type": "CAUSAL_LM"} | more))
-    model = get_peft_model(tiny_llama(SEED_A), config)
+    model = get_peft_model(base, config)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for name, parameter in model.named_parameters():

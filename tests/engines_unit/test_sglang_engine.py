@@ -14,7 +14,7 @@ from weight_update.errors import (
     EngineUnreachable,
     UpdateTimeout,
 )
-from weight_update.facts import Digests, NameCheck, Sighting
+from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 
@@ -66,6 +66,16 @@ def test_before_it_is_inspected_nothing_is_known_of_an_engine(engine) -> None:
     assert (engine.ranks, engine.layout) == (None, None)
     assert engine.check_names(NAMES, soon()) == NameCheck()
     assert engine.first_values("model.norm.weight", soon()) is None
+
+
+def test_how_a_server_takes_weights_is_known_once_inspected(engine, server, answer) -> None:
+    assert engine.intake == Intake()
+    server.answers["/server_info"] = answer(body={**INFO, "quantization": "awq"})
+    engine.inspect(soon())
+
+    assert engine.intake.quantization == "awq"
+    assert engine.intake.architectures == ("LlamaForCausalLM",)
+    assert engine.intake.requantises
 
 
 def test_the_layout_is_known_once_inspected(inspected, server, answer) -> None:
@@ -235,6 +245,16 @@ def test_names_of_a_model_that_is_not_known_are_not_even_asked_for(
 
     assert engine.check_names(["x"], soon()) == NameCheck()
     assert "/weights_checker" not in paths(server)
+
+
+def test_names_tell_a_quantised_server_that_does_not_say_so(inspected, server, answer) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    ranks = [{"checksums": dict.fromkeys((name, f"{name}_scale_inv"), "0a")}]
+    server.answers["/weights_checker"] = answer(body={"success": True, "ranks": ranks})
+
+    with pytest.raises(ConfigurationError, match=r"down_proj\.weight_scale_inv.*config\.json"):
+        inspected.check_names([name], soon())
+    assert inspected.check_names([name, f"{name}_scale_inv"], soon()).known
 
 
 @pytest.mark.parametrize("status", [400, 404, 405, 422])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_update.engines.sglang_names import (
+    Loader,
     RuntimeNames,
     are_names_known,
     check_names,
@@ -150,7 +151,8 @@ def test_the_names_of_all_ranks_are_the_servers() -> None:
         ({}, LLAMA, True),
         ({}, ["MistralForCausalLM"], True),
         ({}, QWEN3, True),
-        ({}, ["DeepseekV3ForCausalLM"], False),
+        ({}, ["Qwen3MoeForCausalLM"], True),
+        ({}, ["FalconForCausalLM"], False),
         ({}, [], False),
         ({"quantization": "fp8"}, LLAMA, False),
         ({"enable_lora": True}, LLAMA, False),
@@ -168,8 +170,49 @@ def test_names_are_known_of_plain_models_of_architectures_that_were_read(
 def test_a_name_is_unknown_or_its_home_is_not_lacking(
     names: set[str], tied: bool, prefixes: bool
 ) -> None:
-    unknown, lacking = compare_names(names, UNTIED.names, tied=tied, prefixes=prefixes)
+    unknown, lacking = compare_names(
+        names, UNTIED.names, tied=tied, loader=Loader(prefixes=prefixes)
+    )
 
     assert set(unknown) <= names
     assert set(lacking) <= UNTIED.names
     assert not set(lacking) & names
+
+
+def test_a_text_only_push_to_a_vision_language_server_names_both_architectures() -> None:
+    kind = "Gemma3ForConditionalGeneration"
+    runtime = RuntimeNames(
+        frozenset(
+            [f"language_model.{name}" for name in FUSED]
+            + ["vision_tower.vision_model.post_layernorm.weight"]
+        ),
+        tied=True,
+    )
+
+    found = check_names(CHECKPOINT, runtime, [kind])
+
+    assert set(found.unknown) == set(CHECKPOINT)
+    for part in (kind, "'language_model.', 'vision_tower.'", "under 'model.'", "ForCausalLM"):
+        assert part in found.remark
+
+
+def test_experts_of_a_mixture_find_the_stacks_of_the_server() -> None:
+    experts = [
+        f"{LAYER}.mlp.experts.{expert}.{name}_proj.weight"
+        for expert in range(2)
+        for name in ("gate", "up", "down")
+    ]
+    stacks = [f"{LAYER}.mlp.experts.w13_weight", f"{LAYER}.mlp.experts.w2_weight"]
+    runtime = RuntimeNames(frozenset(stacks), tied=False)
+
+    found = check_names(experts, runtime, ["Qwen3MoeForCausalLM"])
+    assert (found.unknown, found.lacking) == ((), ())
+    assert check_names(experts, runtime, LLAMA).unknown == tuple(sorted(experts))
+
+
+def test_layers_of_a_draft_model_are_no_slip() -> None:
+    runtime = RuntimeNames(frozenset([f"{LAYER}.input_layernorm.weight"]), tied=False)
+    names = [f"model.layers.{index}.input_layernorm.weight" for index in range(2)]
+
+    assert check_names(names, runtime, ["DeepseekV3ForCausalLM"]).unknown == ()
+    assert check_names(names, runtime, LLAMA).unknown == (names[1],)

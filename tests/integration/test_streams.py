@@ -82,9 +82,8 @@ def test_a_generator_that_fails_at_once_touches_no_engine(engine: ReferenceEngin
         yield
 
     log = kit.Log(engine)
-    with kit.make_sender(engine) as sender:
-        with pytest.raises(WeightUpdateError, match="nothing there"):
-            sender.update_weights(broken())
+    with kit.make_sender(engine) as sender, pytest.raises(WeightUpdateError, match="nothing there"):
+        sender.update_weights(broken())
     assert log.count(engine, "/pause_generation") == 0
 
 
@@ -147,7 +146,7 @@ def test_a_stream_is_read_once(engine: ReferenceEngine) -> None:
     stream = Stream(pairs(kit.llama(1)))
     with kit.make_sender(engine) as sender:
         sender.update_weights(stream)
-        with pytest.raises(ConfigurationError, match="read already|no weights to send"):
+        with pytest.raises(ConfigurationError, match=r"read already|no weights to send"):
             sender.update_weights(stream)
 
 

@@ -52,7 +52,9 @@ class Rank:
     def arm(self, **fault: Any) -> None:
         """Have the engine misbehave."""
         if self.rank == 0:
-            requests.post(f"{self.url}/_reference/faults", json=fault, timeout=30).raise_for_status()
+            requests.post(
+                f"{self.url}/_reference/faults", json=fault, timeout=30
+            ).raise_for_status()
 
     def paths(self) -> list[str]:
         """What the engine was asked so far."""
@@ -158,10 +160,10 @@ def refused_bucket(me: Rank) -> dict[str, Any]:
 
 def slow_engine(me: Rank) -> dict[str, Any]:
     """It takes longer for a bucket than the training group waits for a rank."""
-    limit = timedelta(seconds=3)
+    limit = timedelta(seconds=4)
     group = distributed.new_group(list(range(4)), timeout=limit)
     model = fsdp2(llama(33), DeviceMesh.from_group(group, "cpu"))
-    me.arm(path=UPDATE, kind="slow", after=1, times=1, seconds=5.0)
+    me.arm(path=UPDATE, kind="slow", after=1, times=1, seconds=6.0)
     distributed.barrier()
     with me.sender() as sender:
         told = outcome(lambda: sender.update_weights(model))
@@ -172,8 +174,9 @@ def absent_rank(me: Rank) -> dict[str, Any]:
     """Rank 2 does not call; then all do."""
     model = fsdp2(llama(34), mesh_of(range(4)))
     first = None
+    distributed.barrier()
     if me.rank != 2:
-        with me.sender(timeout=1.5) as sender:
+        with me.sender(timeout=4.0) as sender:
             first = outcome(lambda: sender.update_weights(model))
     distributed.barrier()
     with me.sender() as sender:
@@ -307,12 +310,16 @@ def rows(me: Rank) -> dict[str, Any]:
         (square, [Shard(0), Shard(1)]),
     ):
         read = gather.rows_of(distribute_tensor(whole, mesh, places))
-        found[str(places)] = None if read is None else [
-            (first, end)
-            for first in range(10)
-            for end in range(first, 11)
-            if not torch.equal(read(first, end), whole[first:end])
-        ]
+        found[str(places)] = (
+            None
+            if read is None
+            else [
+                (first, end)
+                for first in range(10)
+                for end in range(first, 11)
+                if not torch.equal(read(first, end), whole[first:end])
+            ]
+        )
     return found
 
 
@@ -385,7 +392,7 @@ SUITES: dict[str, tuple[int, float, tuple[Callable[[Rank], dict[str, Any]], ...]
             *(bound_default_group, rows, rows_cost),
         ),
     ),
-    "raising": (3, 3.0, (raising_read,)),
+    "raising": (3, 6.0, (raising_read,)),
     "killed": (3, PATIENCE, (killed_reader,)),
     "leaderless": (3, PATIENCE, (killed_leader,)),
 }

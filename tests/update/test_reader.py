@@ -60,7 +60,7 @@ def test_a_bucket_that_cannot_be_read_in_time_ends_in_a_typed_error():
     packer = SlowPacker()
     one = reader(packer)
     one.start(0)
-    with pytest.raises(UpdateTimeout, match="could not be read in 0.1 s") as failure:
+    with pytest.raises(UpdateTimeout, match=r"could not be read in 0\.1 s") as failure:
         one.finish("plan", Deadline(0.1))
     assert failure.value.phase == "plan"
     packer.let.set()

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from weight_update.errors import ConfigurationError
+from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.weights import extraction_cache
 from weight_update.weights.extract import extract_weights
 from weight_update.weights.extraction_cache import ExtractionCache
@@ -42,8 +43,8 @@ def assert_equal(weights: tuple[Weight, ...], expected: tuple[Weight, ...]) -> N
 def test_an_unchanged_model_is_walked_once_and_not_extracted_again(monkeypatch):
     model = TwoLinears()
     cache = known(model)
-    monkeypatch.setattr(extraction_cache, "from_state_dict", None)
-    monkeypatch.setattr(extraction_cache, "extract_weights", None)
+    for name in ("from_state_dict", "extract_weights", "Converter"):
+        monkeypatch.setattr(extraction_cache, name, None)
     assert [weight.spec.name for weight in cache.extract(model)] == list(model.state_dict())
 
 
@@ -171,6 +172,105 @@ def test_another_model_of_the_same_shape_is_extracted_anew():
     cache = known(TwoLinears())
     other = TwoLinears()
     assert_equal(cache.extract(other), extract_weights(other))
+
+
+class Experts(nn.Module):
+    """A layer's experts, stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 4, 5))
+        self.down_proj = nn.Parameter(torch.randn(3, 5, 2))
+
+
+def mixture() -> Qwen3MoeForCausalLM:
+    sizes = {"vocab_size": 16, "hidden_size": 5, "num_attention_heads": 1, "head_dim": 2}
+    experts = {"num_experts": 3, "moe_intermediate_size": 2, "num_key_value_heads": 1}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=1))
+
+
+def experts_of(model: Qwen3MoeForCausalLM) -> nn.Module:
+    return model.model.layers[0].mlp.experts
+
+
+def test_the_parts_of_stacked_experts_are_made_once():
+    model = mixture()
+    cache = known(model)
+
+    weights = cache.extract(model)
+
+    assert cache.extract(model) is weights
+    assert sum(".experts." in weight.spec.name for weight in weights) == 9
+    assert_equal(weights, extract_weights(model))
+
+
+def test_a_model_that_nobody_keeps_can_be_sent():
+    weights = ExtractionCache().extract(mixture())
+    gc.collect()
+    assert all(weight.read().shape == weight.spec.shape for weight in weights)
+
+
+def change_a_value(model: Qwen3MoeForCausalLM) -> None:
+    with torch.no_grad():
+        experts_of(model).gate_up_proj.add_(1.0)
+
+
+def replace_a_stack(model: Qwen3MoeForCausalLM) -> None:
+    experts_of(model).gate_up_proj = nn.Parameter(torch.randn(3, 4, 5))
+
+
+def swap_the_data_of_a_stack(model: Qwen3MoeForCausalLM) -> None:
+    experts_of(model).gate_up_proj.data = torch.randn(3, 4, 5)
+
+
+def move_the_stack_to_another_module(model: Qwen3MoeForCausalLM) -> None:
+    other = Experts()
+    other.gate_up_proj = experts_of(model).gate_up_proj
+    other.down_proj = experts_of(model).down_proj
+    former = experts_of(model)
+    model.model.layers[0].mlp.experts = other
+    former.gate_up_proj = nn.Parameter(torch.zeros(3, 4, 5))
+    model.former = [former]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_a_value,
+        replace_a_stack,
+        swap_the_data_of_a_stack,
+        move_the_stack_to_another_module,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_parts_of_changed_experts_have_the_new_values(change: Callable[[nn.Module], None]):
+    model = mixture()
+    cache = known(model)
+    change(model)
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def test_no_stack_of_a_known_model_is_referred_to():
+    model = mixture()
+    cache = known(model)
+    for weight in cache.extract(model):
+        weight.read()
+    stack = weakref.ref(experts_of(model).gate_up_proj)
+    replace_a_stack(model)
+    assert stack() is None
+    torch.utils.swap_tensors(experts_of(model).down_proj, nn.Parameter(torch.ones(3, 5, 2)))
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def test_parts_of_a_model_that_is_gone_say_so():
+    model = mixture()
+    weights = known(model).extract(model)
+    part = next(weight for weight in weights if ".experts." in weight.spec.name)
+    del weights
+    del model
+    gc.collect()
+    with pytest.raises(WeightMismatchError, match="is gone"):
+        part.read()
 
 
 def test_another_dtype_is_extracted_anew():

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -219,18 +220,21 @@ def test_without_a_wish_no_value_is_looked_at() -> None:
     assert fit([weight], PLAIN, Wishes(), whole=True) == (weight,)
 
 
-def test_the_check_reads_one_value_at_a_time_and_tells_other_ranks_of_all() -> None:
+def test_the_check_keeps_no_value_and_tells_other_ranks_of_all_at_once() -> None:
     told: list[Sequence[int]] = []
-    alive: list[torch.Tensor] = []
+    made: list[weakref.ref[torch.Tensor]] = []
 
-    def read(index: int) -> Callable[[], torch.Tensor]:
-        return lambda: (alive.append(torch.ones(2)), alive[index])[1]
+    def read() -> torch.Tensor:
+        assert sum(value() is not None for value in made) <= 1  # the one that was checked last
+        value = torch.ones(2)
+        made.append(weakref.ref(value))
+        return value
 
     weights = [
         Weight(
             TensorSpec(f"w{i}", torch.float32, (2,)),
             torch.device("cpu"),
-            read(i),
+            read,
             collective=True,
             turn=Turn(i, told.append),
         )
@@ -239,7 +243,7 @@ def test_the_check_reads_one_value_at_a_time_and_tells_other_ranks_of_all() -> N
     check_finite(weights)
 
     assert told == [[0, 1, 2]]
-    assert len(alive) == 3
+    assert len(made) == 3
 
 
 # -- sets of weights that engines fuse ---------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_update.errors import ConfigurationError
 from weight_update.weights.extract import extract_weights, get_model_metadata
+from weight_update.weights.lora import formula
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = torch.tensor([[1, 5, 9, 2, 30, 7]])
@@ -53,6 +57,28 @@ def second_of_two_adapters(llama: nn.Module) -> PeftModel:
     return train_a_little(model)
 
 
+def two_dora_adapters(llama: nn.Module) -> PeftModel:
+    return both_active(llama, config(use_dora=True), config(use_dora=True, r=2))
+
+
+def dora_beside_lora(llama: nn.Module) -> PeftModel:
+    return both_active(llama, config(use_dora=True), config(r=2))
+
+
+def both_active(llama: nn.Module, first: LoraConfig, second: LoraConfig) -> PeftModel:
+    model = get_peft_model(llama, first)
+    model.add_adapter("second", second)
+    model.base_model.set_adapter(["default", "second"])
+    return train_a_little(model)
+
+
+def weighted_sum(llama: nn.Module) -> PeftModel:
+    model = second_of_two_adapters(llama)
+    model.add_weighted_adapter(["default", "second"], [0.7, 0.4], "sum", combination_type="cat")
+    model.set_adapter("sum")
+    return model
+
+
 def with_config(**more: Any) -> Callable[[nn.Module], PeftModel]:
     return lambda llama: train_a_little(get_peft_model(llama, config(**more)))
 
@@ -77,6 +103,12 @@ VARIANTS = {
     "lora_bias": with_config(lora_bias=True, target_modules=["q_proj", "o_proj"]),
     "rank pattern": with_config(rank_pattern={"q_proj": 2}, alpha_pattern={"up_proj": 3}),
     "PiSSA": with_config(init_lora_weights="pissa"),
+    "OLoRA": with_config(init_lora_weights="olora"),
+    "MiCA": with_config(init_lora_weights="mica"),
+    "trained tokens": with_config(trainable_token_indices=[0, 9, 31]),
+    "two DoRA adapters": two_dora_adapters,
+    "DoRA beside LoRA": dora_beside_lora,
+    "weighted sum of adapters": weighted_sum,
     "injected": injected,
 }
 PEFT_VARIANTS = {name: adapt for name, adapt in VARIANTS.items() if adapt is not injected}
@@ -124,6 +156,18 @@ def test_a_policy_that_holds_a_lora_model_has_the_names_of_the_bare_one(make_lla
     policy.actor = plain(make_llama())
 
     assert get_model_metadata(policy) == get_model_metadata(make_llama())
+
+
+def test_layers_inside_wrappers_are_found_under_their_own_names(make_llama) -> None:
+    model = plain(make_llama())
+    bare = payload(model)
+    layers = model.base_model.model.model.layers
+    layers[0], layers[1] = checkpoint_wrapper(layers[0]), torch.compile(layers[1])
+
+    wrapped = payload(model)
+
+    assert list(wrapped) == list(bare)
+    assert all(same_bits(wrapped[name], bare[name]) for name in bare)
 
 
 # -- values --------------------------------------------------------------------------------
@@ -185,15 +229,55 @@ def test_dropout_of_a_training_model_does_not_change_the_payload(make_llama) -> 
     assert model.training
 
 
-def test_adapters_that_the_user_merged_already_are_not_merged_twice(make_llama) -> None:
-    model = plain(make_llama())
-    expected = payload(model)
-
+def merged(model: Any) -> None:
     model.merge_adapter()
 
-    got = payload(model)
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+def disabled(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def merged_and_disabled(model: Any) -> None:
+    model.merge_adapter()
+    model.base_model.disable_adapter_layers()
+
+
+def one_layer_disabled(model: Any) -> None:
+    model.base_model.model.model.layers[0].mlp.up_proj.enable_adapters(False)
+
+
+def one_layer_scaled(model: Any) -> None:
+    model.base_model.model.model.layers[1].mlp.up_proj.set_scale("default", 3.0)
+
+
+@pytest.mark.parametrize(
+    "change", [merged, disabled, merged_and_disabled, one_layer_disabled, one_layer_scaled]
+)
+@pytest.mark.parametrize("kind", ["plain", "DoRA", "modules_to_save lm_head"])
+def test_the_payload_follows_what_the_model_computes_now(make_llama, kind, change) -> None:
+    """Read before the forward: PEFT undoes a merge there if the adapters are disabled."""
+    model = VARIANTS[kind](make_llama()).eval()
+    change(model)
+    served = make_llama(seed=99)
+
+    served.load_state_dict(payload(model), strict=True)
+
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        torch.testing.assert_close(served(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_that_was_not_trained_yet_changes_nothing(make_llama) -> None:
+    sent = payload(get_peft_model(make_llama(), config()))
+
+    assert all(same_bits(sent[name], value) for name, value in make_llama().state_dict().items())
+
+
+def test_every_targeted_weight_differs_from_its_base(make_llama) -> None:
+    sent, bare = payload(plain(make_llama())), make_llama().state_dict()
+
+    changed = {name for name in bare if not torch.equal(sent[name], bare[name])}
+    assert changed == {name for name in bare if name.split(".")[-2] in ALL_LINEAR}
 
 
 def test_frozen_bases_are_sent(make_llama) -> None:
@@ -276,7 +360,86 @@ def test_extraction_never_changes_the_adapted_model(make_llama, adapt) -> None:
     assert not any(getattr(layer, "merged", False) for layer in model.modules())
 
 
+@pytest.mark.parametrize("kind", ["plain", "DoRA on embed_tokens"])
+def test_a_read_that_fails_in_the_middle_leaves_the_model_as_it_is(
+    make_llama, kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = VARIANTS[kind](make_llama(dtype=torch.bfloat16))
+    before = snapshot(model)
+    weights = extract_weights(model)
+    for method in ("addmm_", "copy_", "__add__", "__iadd__"):
+        monkeypatch.setattr(torch.Tensor, method, broken)
+
+    with pytest.raises(ArithmeticError):
+        [weight.read() for weight in weights]
+
+    monkeypatch.undo()
+    assert all(same_bits(value, before[name]) for name, value in model.state_dict().items())
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise ArithmeticError("broken on purpose")
+
+
 # -- memory (C21) --------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that are made while it is entered, and still exist."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._known = {parameter.data_ptr() for parameter in model.parameters()}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._note(result.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in self._known:
+            self._known.add(place)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._freed, place, size)
+
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.now -= size
+
+
+def test_reading_a_merged_weight_takes_the_weight_and_one_small_block_in_fp32(
+    make_llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = 1_024
+    monkeypatch.setattr(formula, "_BLOCK", {"cpu": block})
+    model = plain(make_llama(dtype=torch.bfloat16, hidden_size=64, intermediate_size=512))
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = {w.spec.name: w for w in extract_weights(model)}[name]
+
+    with Live(model) as live:
+        value = weight.read()
+
+    assert live.now == value.nbytes == weight.spec.nbytes
+    adapters = 4 * (4 * 64 + 4 * 512)
+    assert weight.spec.nbytes < live.peak <= weight.spec.nbytes + 4 * block + adapters
+
+
+@pytest.mark.parametrize("kind", ["plain", "DoRA on embed_tokens"])
+def test_all_values_read_one_after_the_other_leave_nothing_behind(make_llama, kind) -> None:
+    model = VARIANTS[kind](make_llama(dtype=torch.bfloat16))
+    weights = extract_weights(model)
+    largest = max(weight.spec.nbytes for weight in weights)
+
+    with Live(model) as live:
+        for weight in weights:
+            weight.read()
+
+    assert live.now == 0
+    assert 0 < live.peak <= 12 * largest  # tiny layers: one block in fp32 is all of one
 
 
 @pytest.fixture
@@ -286,7 +449,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     real = copy.deepcopy
 
     def spy(value: Any, memo: Any = None, *rest: Any) -> Any:
-        if memo is None:
+        if isinstance(value, nn.Module):
             calls.append(value)
         return real(value, memo, *rest)
 
@@ -294,35 +457,52 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_only_single_layers_are_ever_copied(make_llama, copied: list[Any]) -> None:
-    model = plain(make_llama())
-    largest = max(p.numel() for p in model.parameters())
+@pytest.mark.parametrize("kind", ["plain", "two active adapters", "DoRA", "embed_tokens"])
+def test_common_adapters_are_merged_without_a_copy_of_any_layer(
+    make_llama, kind, copied: list[Any]
+) -> None:
+    model = VARIANTS[kind](make_llama())
     copied.clear()
 
     payload(model)
 
-    sizes = [sum(p.numel() for p in module.parameters()) for module in copied]
-    assert len(copied) == 14, "one copy a layer"
-    assert max(sizes) <= 2 * largest
+    assert copied == []
 
 
-def test_metadata_copies_nothing(make_llama, copied: list[Any]) -> None:
+def test_a_layer_whose_formula_only_peft_knows_is_copied_alone(
+    make_llama, copied: list[Any]
+) -> None:
+    model = VARIANTS["DoRA on embed_tokens"](make_llama())
+    layer = model.base_model.model.model.embed_tokens
+    copied.clear()
+
+    payload(model)
+
+    assert {id(module) for module in copied if isinstance(module, type(layer))} == {id(layer)}
+
+
+def test_metadata_reads_no_value(make_llama, monkeypatch: pytest.MonkeyPatch) -> None:
     model = plain(make_llama())
-    copied.clear()
 
-    get_model_metadata(model)
+    with Live(model) as live:
+        get_model_metadata(model)
 
-    assert copied == []
+    assert live.peak == 0
 
 
-def test_a_layer_is_copied_only_when_its_weight_is_read(make_llama, copied: list[Any]) -> None:
-    weights = {w.spec.name: w for w in extract_weights(plain(make_llama()))}
-    copied.clear()
+@pytest.mark.parametrize("block", [1, 40, 10_000])
+def test_rows_and_blocks_of_any_size_give_the_same_values(
+    make_llama, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = extract_weights(two_active_adapters(make_llama()))
+    whole = [weight.read() for weight in weights]
 
-    weights["model.embed_tokens.weight"].read()
-    assert copied == []
-    weights["model.layers.0.self_attn.q_proj.weight"].read()
-    assert len(copied) == 1
+    monkeypatch.setattr(formula, "_BLOCK", {"cpu": block})
+
+    for weight, value in zip(weights, whole, strict=True):
+        torch.testing.assert_close(weight.read(), value, rtol=1e-6, atol=1e-6)
+        if weight.rows is not None:
+            torch.testing.assert_close(weight.rows(3, 8), value[3:8], rtol=1e-6, atol=1e-6)
 
 
 # -- tied weights under an adapter ---------------------------------------------------------
@@ -369,28 +549,6 @@ def test_a_tied_model_with_adapters_elsewhere_sends_the_tied_weight_once(make_ll
 
 
 # -- what cannot be merged -----------------------------------------------------------------
-
-
-class PackedLinear(nn.Linear):
-    """Stands in for a 4-bit layer: bytes of another shape under the name of the weight."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8, bias=False)
-        self.weight = nn.Parameter(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
-
-    def dequantize(self) -> torch.Tensor:
-        return torch.zeros(8, 8)
-
-
-def test_a_quantised_base_under_an_adapter_is_refused_by_name() -> None:
-    model = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(8, 8)})})
-    model = inject_adapter_in_model(config(target_modules=["up"]), model)
-    model["mlp"]["up"].base_layer = PackedLinear()
-
-    with pytest.raises(ConfigurationError, match=r"mlp\.up\.weight.*uint8") as caught:
-        extract_weights(model)
-
-    assert "dequantise" in caught.value.remedy
 
 
 def test_a_bias_of_an_adapter_without_one_in_the_base_is_refused_before_it_is_read() -> None:

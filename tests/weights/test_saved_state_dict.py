@@ -343,6 +343,11 @@ def test_a_mapped_tensordict_is_a_source_of_weights(
     assert [float(weights[name].read()[0]) for name in names] == [1.0, 2.0]
 
 
+def test_two_entries_of_a_tensordict_with_one_dotted_name_are_refused() -> None:
+    with pytest.raises(WeightMismatchError, match="same dotted name"):
+        extract_weights(TensorDict({"a.b": ONES, "a": {"b": ONES}}))
+
+
 def test_values_of_a_mapped_tensordict_are_read_late(tmp_path: Path) -> None:
     mapped = TensorDict({"a": {"b": torch.zeros(2)}}).memmap(tmp_path)
     (weight,) = extract_weights(TensorDict.load_memmap(tmp_path))

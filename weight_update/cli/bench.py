@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ Measure updates on this machine, beside what the link allows in the same run.
 \b
 Example:
   weight-update bench loopback --tensors 300 --engines 1 --gigabytes 0.05 --rounds 3
+  weight-update bench weights --job names
   weight-update bench soak --updates 50
 """
 
@@ -137,8 +139,8 @@ def _table(rows: Iterable[Row]) -> Table:
     from rich.table import Table
 
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("job", "beside"):
-        table.add_column(column, no_wrap=True)
+    table.add_column("job")  # it alone is folded where a line is short
+    table.add_column("beside", no_wrap=True)
     for column in ("seconds", "limit", "ratio", "aim"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -162,8 +164,75 @@ def _findings(row: Row) -> Iterable[str]:
     """What the table has no column for, once a job."""
     if row.extra_memory_bytes is not None:
         yield f"at most {row.extra_memory_bytes / 1e6:,.0f} MB on the trainer above its model"
+    if (overlapped := row.identity.get("overlapped_seconds")) is not None:
+        whole = row.identity["gathering_seconds"]
+        yield f"{overlapped:.2f} of {whole:.2f} s of gathering passed while a bucket travelled"
+    if (copied := row.identity.get("copy_memory_bytes")) is not None:
+        yield f"{row.limit} took {copied / 1e6:,.0f} MB above it"
     if row.correct and "against" not in row.job:
         yield "every tensor of every engine equals the trainer's, bit for bit"
+
+
+class WeightsJob(StrEnum):
+    """What ``bench weights`` measures."""
+
+    LORA = "lora"
+    SHARDED = "sharded"
+    NAMES = "names"
+
+
+WEIGHTS_HELP = """Measure what it takes to read and to name a trainer's weights.
+
+\b
+  lora     a model with LoRA r=16 on all linear layers, merged layer by layer and packed,
+           beside a merged copy of the whole model, as TorchRL takes it; and the memory of
+           both. 0.5B parameters in bf16 on the CPU (2.6 GB in all), 8B on a GPU
+  sharded  whole updates of a model that FSDP2 shards over three processes of this host,
+           gathered a bucket ahead of the wire, beside one bare gather of all parameters; the
+           memory of every rank, and how much of the gathering the wire hid
+  names    the 45,000 tensors of DeepSeek-V3, without their values: the plan of an update,
+           and finding out that nothing changed beside one state_dict()
+
+Both sides of a ratio are measured one after the other, and the table shows the round with
+the median ratio.
+
+\b
+Example: all of them, and a quick look
+  weight-update bench weights
+  weight-update bench weights --job names --rounds 3
+
+\b
+Exit codes:
+  0    measured; a promise that this run did not keep is marked in the table
+  1    values were not the trainer's, or a job failed
+  2    wrong arguments
+  130  interrupted
+"""
+
+
+@app.command(help=WEIGHTS_HELP)
+def weights(
+    job: Annotated[
+        list[WeightsJob] | None, typer.Option(help="Run only this; give it again for more.  [all]")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each job is measured.")] = 5,
+    device: Annotated[
+        str, typer.Option(help="Where the model of the job lora is: cpu, or cuda.")
+    ] = "cpu",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write a list of rows and nothing else.")
+    ] = False,
+) -> None:
+    """Measures what it takes to read and to name a trainer's weights."""
+    needs_extra("weight-update bench")
+    from weight_update.bench.weights import JOBS, WeightsJobs, run_weights
+
+    chosen = [each.value for each in job or ()]
+    jobs = WeightsJobs([each for each in JOBS if each in chosen or not chosen], rounds, device)
+    objection = jobs.objection()
+    if objection:
+        usage(objection)
+    _run(run_weights(jobs, say), as_json=as_json)
 
 
 SOAK_HELP = """Update engines again and again, under traffic and with faults by chance.

@@ -52,9 +52,10 @@ CheckpointDir = Annotated[
     Path | None,
     typer.Option(
         "--checkpoint",
-        metavar="DIR",
-        help="Compare this checkpoint's names, shapes and dtype with the server's. The server "
-        "reads its weights once for that and generates nothing meanwhile.",
+        metavar="CHECKPOINT",
+        help="Compare the names, shapes and dtype of this checkpoint (a folder, or a file with a "
+        "state_dict) with the server's. The server reads its weights once for that and generates "
+        "nothing meanwhile.",
     ),
 ]
 

@@ -7,7 +7,12 @@ from typing import Any
 
 from weight_update.cli.doctor_facts import ModelFacts
 from weight_update.cli.findings import Finding
-from weight_update.engines.sglang_names import are_names_known, compare_names
+from weight_update.engines.sglang_names import (
+    Loader,
+    are_names_known,
+    compare_names,
+    loader_of,
+)
 from weight_update.engines.sglang_probe import ServerFacts
 from weight_update.weights.checkpoint import some_of
 from weight_update.weights.specs import TensorSpec
@@ -44,8 +49,10 @@ def name_findings(
     """Names that the server would ignore, and weights of its own that would stay old."""
     tied = bool(config.get("tie_word_embeddings"))
     if server.names is not None:
-        unknown, lacking = compare_names(specs, server.names, tied=tied)
-        known = are_names_known(server.info, server.model.get("architectures") or ())
+        architectures = server.model.get("architectures") or ()
+        loader = loader_of(architectures) or Loader()
+        unknown, lacking = compare_names(specs, server.names, tied=tied, loader=loader)
+        known = are_names_known(server.info, architectures)
         if (unknown or lacking) and not known:
             yield Finding(
                 "unknown",

@@ -26,7 +26,12 @@ from weight_update.engines.sglang_facts import (
     label_of,
     model_of,
 )
-from weight_update.engines.sglang_names import RuntimeNames, check_names, runtime_names
+from weight_update.engines.sglang_names import (
+    RuntimeNames,
+    check_names,
+    runtime_names,
+    sign_of_quantisation,
+)
 from weight_update.engines.sglang_session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
@@ -130,12 +135,18 @@ class SGLangEngine:
         """Compares names with those that the server can load, where its loader is known.
 
         The names that a server shows for its weights never change, so they are asked for once.
+
+        Raises:
+            ConfigurationError: They are those of quantised weights, which it had not told.
         """
         if self._runtime is None and self._model.names_known:
             digests = self._digests(deadline, "plan")
             self._runtime = None if digests is None else runtime_names(digests)
         if self._runtime is None:
             return NameCheck()
+        sign = sign_of_quantisation(self._runtime.names)
+        if sign and not sign_of_quantisation(names):
+            raise self._quantised(sign)
         return check_names(names, self._runtime, self._model.architectures)
 
     def digests(self, deadline: Deadline) -> Digests | None:
@@ -286,6 +297,16 @@ class SGLangEngine:
                 phase="connect",
                 remedy="give the server's root URL (without /v1), and not another service's",
             )
+
+    def _quantised(self, sign: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"its weights are quantised (it has {sign!r}), and its model's config.json, which "
+            "would say how, cannot be read here",
+            engine=self.url,
+            phase="plan",
+            remedy="push weights that are quantised as its checkpoint is, with their scales, or "
+            "make the model's folder readable under the same path",
+        )
 
     def _intake_of(self, info: dict[str, Any], model: dict[str, Any]) -> Intake:
         # An update from disk moves the model's path, and only this answer tells.

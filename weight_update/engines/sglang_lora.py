@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from weight_update.engines.http import json_of
-from weight_update.engines.lora import AdapterCourier, AdapterParcel, modules_of
+from weight_update.engines.lora import (
+    MERGE,
+    AdapterCourier,
+    AdapterParcel,
+    AdapterSession,
+    HeldAdapter,
+    modules_of,
+)
 from weight_update.engines.sglang import SGLangEngine
 from weight_update.engines.sglang_client import SGLangClient
 from weight_update.errors import EngineRejected
 from weight_update.facts import Digests, Intake, NameCheck, Part
 from weight_update.options import HttpOptions, PauseMode
 from weight_update.waiting import Deadline
-from weight_update.weights.buckets import Bucket
 
 LOAD_ROUTE = "/load_lora_adapter_from_tensors"
 _LATE_SECONDS = 1.0
-_MERGE = "push with lora='merge'"
 # Fields of PEFT's config that a server refuses, or ignores and computes something else.
 _NOT_SERVED = {
     "use_dora": "DoRA",
@@ -57,19 +62,6 @@ class LoRASupport:
     def proves(self) -> bool:
         """It compares each tensor with a checksum, and serves none that differs."""
         return "expected_checksums" in (self.fields or ())
-
-
-@dataclass
-class _Held:
-    """What a server is known to have taken since it started.
-
-    Attributes:
-        form: Form of the last adapter that it accepted.
-        sums: Checksums that it confirmed for the adapter it holds; None when that is unsure.
-    """
-
-    form: object = None
-    sums: Mapping[str, str] | None = None
 
 
 class SGLangLoRAClient(SGLangClient):
@@ -111,7 +103,7 @@ class SGLangAdapterEngine(SGLangEngine):
         self._client: SGLangLoRAClient = SGLangLoRAClient(url, options)
         self._courier = courier
         self._support = LoRASupport()
-        self._held = _Held()
+        self._held = HeldAdapter()
 
     def inspect(self, deadline: Deadline) -> None:
         """Learns release, layout and what the server says of adapters."""
@@ -119,12 +111,13 @@ class SGLangAdapterEngine(SGLangEngine):
         info = self._client.server_info(deadline)
         has_route = self._client.has(LOAD_ROUTE, deadline) is not False
         fields = self._client.load_fields(deadline) if has_route else None
-        self._support, self._held = read_support(info, fields, route=has_route), _Held()
+        self._support = read_support(info, fields, route=has_route)
+        self._held = HeldAdapter()
 
     @property
     def intake(self) -> Intake:
         """An adapter is cast and cut by the server; the base model says nothing about it."""
-        return Intake()
+        return Intake(any_shape=True)
 
     def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
         """The server checks an adapter as a whole, when it loads it."""
@@ -136,7 +129,7 @@ class SGLangAdapterEngine(SGLangEngine):
 
     def digests(self, deadline: Deadline) -> Digests | None:
         """The checksums that the server confirmed when it loaded the adapter."""
-        sums = {} if self._held.form is None else self._held.sums
+        sums = self._held.sums
         if not self._support.proves or sums is None:
             return None
         return Digests(ranks=(sums,), parts=({name: Part() for name in sums},))
@@ -169,72 +162,26 @@ class SGLangAdapterEngine(SGLangEngine):
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Nothing: there is no group."""
 
-    def session(self) -> SGLangAdapterSession:  # type: ignore[override]
+    def session(self) -> AdapterSession:  # type: ignore[override]
         """A session for one update."""
-        return SGLangAdapterSession(
-            self._client, self._courier, self._support, self._held, self.ranks or 1
-        )
+        desk = _Desk(self._client, self._support, self.ranks or 1)
+        return AdapterSession(desk, self._courier, self._held)
 
 
-class SGLangAdapterSession:
-    """Replaces the adapter of one server: tried out under another name, then swapped.
+@dataclass(frozen=True)
+class _Desk:
+    """Where the adapters of one server are loaded and unloaded."""
 
-    What a server refuses it refuses in the trial, while the adapter before is still loaded. An
-    adapter of a form that it took before is not tried again.
-    """
+    client: SGLangLoRAClient
+    support: LoRASupport
+    ranks: int
 
-    def __init__(
-        self,
-        client: SGLangLoRAClient,
-        courier: AdapterCourier,
-        support: LoRASupport,
-        held: _Held,
-        ranks: int,
-    ) -> None:
-        self._client, self._courier, self._support = client, courier, support
-        self._held, self._ranks = held, ranks
-        self._name = courier.lora_name
-        self._trial = f"{courier.lora_name}.trial"
+    def load(self, name: str, parcel: AdapterParcel, deadline: Deadline) -> None:
+        body = load_request(parcel, self.support, self.ranks)
+        self.client.load_adapter({**body, "lora_name": name}, deadline)
 
-    def open(self, deadline: Deadline) -> bool:
-        """Nothing: adapters need no session."""
-        return False
-
-    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
-        """Replaces the adapter; returns when requests get the new one.
-
-        Raises:
-            EngineRejected: Refused; its ``applied`` says whether the adapter before is loaded.
-        """
-        parcel = self._courier.parcel
-        body = load_request(parcel, self._support, self._ranks)
-        if self._held.form != parcel.form:
-            self._try(body, deadline)
-        self._held.form, self._held.sums = parcel.form, None
-        try:
-            self._client.unload_adapter(self._name, deadline)
-            self._client.load_adapter({**body, "lora_name": self._name}, deadline)
-        except EngineRejected as error:
-            error.applied = "partly"  # the adapter before is gone
-            raise
-        self._held.sums = parcel.sums if self._support.proves else None
-
-    def close(self, deadline: Deadline) -> None:
-        """Nothing: the swap is the update."""
-
-    def recover(self, deadline: Deadline) -> None:
-        """Leaves no trial behind; an adapter that is gone comes back with the next update."""
-        self._client.unload_adapter(self._trial, deadline)
-
-    def _try(self, body: dict[str, Any], deadline: Deadline) -> None:
-        self._client.unload_adapter(self._trial, deadline)  # of a trainer that died
-        try:
-            self._client.load_adapter({**body, "lora_name": self._trial}, deadline)
-        except EngineRejected as error:
-            error.applied = "nothing"
-            error.remedy = error.remedy or f"the adapter before is served on; {_MERGE}"
-            raise
-        self._client.unload_adapter(self._trial, deadline)
+    def unload(self, name: str, deadline: Deadline) -> None:
+        self.client.unload_adapter(name, deadline)
 
 
 def read_support(
@@ -262,11 +209,11 @@ def why_not(support: LoRASupport, release: str) -> str | None:
     """Why a server takes no adapters at all; None when it does."""
     if not support.route:
         known = release or "(release unknown)"
-        return f"SGLang {known} takes no adapters from tensors; 0.5.8 or later does, or {_MERGE}"
+        return f"SGLang {known} takes no adapters from tensors; 0.5.8 or later does, or {MERGE}"
     if not support.enabled:
-        return f"it was started without --enable-lora; restart it with it, or {_MERGE}"
+        return f"it was started without --enable-lora; restart it with it, or {MERGE}"
     if support.replicated:
-        return f"its attention is data parallel, and adapters cannot be replaced there; {_MERGE}"
+        return f"its attention is data parallel, and adapters cannot be replaced there; {MERGE}"
     return None
 
 
@@ -281,16 +228,16 @@ def why_not_served(config: Mapping[str, Any], support: LoRASupport) -> str | Non
     if config.get("bias", "none") != "none":
         features.append(f"bias={config['bias']!r}")
     if features:
-        return f"SGLang does not serve an adapter with {', '.join(features)}; {_MERGE}"
+        return f"SGLang does not serve an adapter with {', '.join(features)}; {MERGE}"
     rank = config.get("r")
     if rank is not None and support.rank is not None and rank > support.rank:
         return (
             f"the adapter's rank is {rank} and --max-lora-rank is {support.rank}; restart it with "
-            f"more, or {_MERGE}"
+            f"more, or {MERGE}"
         )
     lacking = ", ".join(_untaken(config.get("target_modules"), support))
     if lacking:
-        return f"--lora-target-modules lacks {lacking}; restart it with them, or {_MERGE}"
+        return f"--lora-target-modules lacks {lacking}; restart it with them, or {MERGE}"
     return None
 
 

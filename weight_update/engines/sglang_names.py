@@ -9,19 +9,85 @@ from typing import Any
 
 from weight_update.facts import Digests, NameCheck
 
-# Architectures whose loaders and fused names were read in SGLang's source; of others, a name
-# that does not fit may be one that they fuse or rename in a way not known here.
-_KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-# Those that put "model." before names that lack it.
-_PREFIXING = {"Qwen3ForCausalLM"}
+_Rename = tuple[str, str]
+_FUSED: tuple[_Rename, ...] = (
+    (r"\.(?:q|k|v)_proj\.", ".qkv_proj."),
+    (r"\.(?:gate|up)_proj\.", ".gate_up_proj."),
+)
+_EXPERTS: tuple[_Rename, ...] = (
+    (r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3)\.", ".experts.w13_"),
+    (r"\.experts\.\d+\.(?:down_proj|w2)\.", ".experts.w2_"),
+    *_FUSED,
+)
+_STACKED: tuple[_Rename, ...] = (
+    (r"\.experts\.gate_up_proj(_bias)?$", r".experts.w13_weight\1"),
+    (r"\.experts\.down_proj(_bias)?$", r".experts.w2_weight\1"),
+    *_FUSED,
+)
+_LATENT = (r"\.(?:q_a_proj|kv_a_proj_with_mqa)\.", ".fused_qkv_a_proj_with_mqa.")
+_GRANITE: tuple[_Rename, ...] = (
+    (r"\.input_linear\.", ".experts.w13_"),
+    (r"\.output_linear\.", ".experts.w2_"),
+    (r"\.router\.layer\.", ".gate."),
+    *_FUSED,
+)
+_VISION = (r"\.attn\.qkv\.", ".attn.qkv_proj.")
+_NESTED: tuple[_Rename, ...] = (
+    (r"^model\.language_model\.", "model."),
+    (r"^model\.visual\.", "visual."),
+    _VISION,
+)
+_GEMMA3 = (r"^(vision_tower\..*\.self_attn)\.out_proj\.", r"\1.proj.")
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What a model class of the server does with names; read in its source, or seen.
+
+    Attributes:
+        renames: How a name that is not among the server's own becomes one of them.
+        prefixes: Whether it puts ``model.`` before names that lack it.
+        drafts: Whether it skips layers beyond its last: they are those of a draft model.
+    """
+
+    renames: tuple[_Rename, ...] = _FUSED
+    prefixes: bool = False
+    drafts: bool = False
+
+
+# Of other architectures, a name that does not fit may be one that they fuse or rename in a way
+# not known here. Held to SGLang's own classes by tests/engines/test_families.py.
+_LOADERS = {
+    **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"), Loader()),
+    "Qwen3ForCausalLM": Loader(prefixes=True),
+    **dict.fromkeys(("Gemma2ForCausalLM", "Gemma3ForCausalLM"), Loader()),
+    **dict.fromkeys(("PhiForCausalLM", "Phi3ForCausalLM"), Loader()),
+    **dict.fromkeys(
+        (
+            *("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
+            *("MixtralForCausalLM", "PhiMoEForCausalLM"),
+        ),
+        Loader(_EXPERTS),
+    ),
+    "GptOssForCausalLM": Loader(_STACKED),
+    "GraniteMoeForCausalLM": Loader(_GRANITE),
+    "DeepseekV3ForCausalLM": Loader((*_EXPERTS, _LATENT), drafts=True),
+    **dict.fromkeys(
+        ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        Loader((_VISION, *_FUSED)),
+    ),
+    "Qwen3VLForConditionalGeneration": Loader((*_NESTED, *_FUSED)),
+    "Qwen3VLMoeForConditionalGeneration": Loader((*_NESTED, *_STACKED)),
+    "Gemma3ForConditionalGeneration": Loader((_GEMMA3, *_FUSED)),
+}
 # Start arguments under which a server's weights have other names inside.
 _RENAMING = ("quantization", "enable_lora", "speculative_algorithm")
-_FUSED = (
-    (re.compile(r"\.(?:q|k|v)_proj\."), ".qkv_proj."),
-    (re.compile(r"\.(?:gate|up)_proj\."), ".gate_up_proj."),
-)
 # Loaders compute rotary tables themselves, and no digest covers the scales of a KV cache.
-_APART = re.compile(r"rotary_emb\.|\.(?:k|v|kv)_scale$")
+_APART = re.compile(r"rotary_(?:pos_)?emb\.|\.(?:k|v|kv)_scale$")
+# What only a quantised weight has.
+_QUANTISED = re.compile(r"\.(?:weight_scale(?:_inv)?|input_scale|scales|qweight|weight_packed)$")
+_MULTIMODAL = "ForConditionalGeneration"
+_TOWER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|image_tower|multi_modal_projector)\.")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -53,6 +119,18 @@ def runtime_names(digests: Digests) -> RuntimeNames:
     return RuntimeNames(names, tied)
 
 
+def sign_of_quantisation(names: Iterable[str]) -> str | None:
+    """A name that only a quantised weight has, or None.
+
+    Example:
+        >>> sign_of_quantisation(["a.weight", "a.weight_scale_inv"])
+        'a.weight_scale_inv'
+        >>> sign_of_quantisation(["a.weight", "attn.k_scale"]) is None
+        True
+    """
+    return next((name for name in names if _QUANTISED.search(name)), None)
+
+
 def are_names_known(info: Mapping[str, Any], architectures: Iterable[str]) -> bool:
     """Whether the names that a server tells are those of its model, fused in a way known here.
 
@@ -60,7 +138,7 @@ def are_names_known(info: Mapping[str, Any], architectures: Iterable[str]) -> bo
         info: Its start arguments.
         architectures: Those of its model.
     """
-    return not any(info.get(name) for name in _RENAMING) and not _KNOWN.isdisjoint(architectures)
+    return not any(info.get(name) for name in _RENAMING) and loader_of(architectures) is not None
 
 
 def check_names(
@@ -71,15 +149,46 @@ def check_names(
     Example:
         >>> runtime = RuntimeNames(frozenset({"a.qkv_proj.weight", "norm"}), tied=True)
         >>> check_names(["a.q_proj.weight", "x"], runtime, ["LlamaForCausalLM"])
-        NameCheck(known=True, unknown=('x',), lacking=('norm',))
+        NameCheck(known=True, unknown=('x',), lacking=('norm',), remark='')
     """
-    prefixes = not _PREFIXING.isdisjoint(architectures)
-    unknown, lacking = compare_names(names, runtime.names, tied=runtime.tied, prefixes=prefixes)
-    return NameCheck(True, tuple(unknown), tuple(lacking))
+    loader = loader_of(architectures) or Loader()
+    unknown, lacking = compare_names(names, runtime.names, tied=runtime.tied, loader=loader)
+    remark = remark_on(names, runtime.names, architectures) if unknown or lacking else ""
+    return NameCheck(True, tuple(unknown), tuple(lacking), remark)
+
+
+def remark_on(names: Iterable[str], runtime: Iterable[str], architectures: Iterable[str]) -> str:
+    """What to make of a text-only push to a server of a vision-language model.
+
+    Returns:
+        Empty unless the server has a vision tower, and the names have none.
+
+    Example:
+        >>> runtime = ["visual.blocks.0.norm1.weight", "model.norm.weight"]
+        >>> remark_on(["model.norm.weight"], runtime, ["Qwen2VLForConditionalGeneration"])
+        "the server runs Qwen2VLForConditionalGeneration, with weights under 'model.', 'visual.'; \
+the names, under 'model.', are those of a text-only model (...ForCausalLM)"
+    """
+    kind = next((name for name in architectures if name.endswith(_MULTIMODAL)), None)
+    if kind is None or any(map(_TOWER.search, names)) or not any(map(_TOWER.search, runtime)):
+        return ""
+    return (
+        f"the server runs {kind}, with weights under {_heads(runtime)}; the names, under "
+        f"{_heads(names)}, are those of a text-only model (...ForCausalLM)"
+    )
+
+
+def _heads(names: Iterable[str]) -> str:
+    heads = sorted({name.partition(".")[0] for name in names})
+    return ", ".join(f"'{head}.'" for head in heads)
 
 
 def compare_names(
-    names: Iterable[str], runtime: frozenset[str], *, tied: bool = False, prefixes: bool = False
+    names: Iterable[str],
+    runtime: frozenset[str],
+    *,
+    tied: bool = False,
+    loader: Loader = Loader(),
 ) -> tuple[list[str], list[str]]:
     """Names that the server does not have, and its own that no name brings.
 
@@ -87,25 +196,38 @@ def compare_names(
         names: The checkpoint's.
         runtime: The server's, fused as it fuses them.
         tied: Whether the model ties its output layer to its embedding.
-        prefixes: Whether the server puts ``model.`` before a name that lacks it.
+        loader: What the server does with names.
 
     Example:
         >>> compare_names(["a.q_proj.weight", "x"], frozenset({"a.qkv_proj.weight", "norm"}))
         (['x'], ['norm'])
     """
-    homes = {name: _home(name, runtime, prefixes) for name in names}
+    homes = {name: _home(name, runtime, loader) for name in names}
     unknown = {name for name, home in homes.items() if home not in runtime}
+    if loader.drafts:
+        last = max(map(_layer, runtime), default=0)
+        unknown = {name for name in unknown if _layer(name) <= last}
     lacking = runtime - set(homes.values())
     return _loaded(unknown, tied), _loaded(lacking, tied)
 
 
-def _home(name: str, runtime: frozenset[str], prefixes: bool) -> str:
-    if prefixes and name.startswith(("layers.", "embed_tokens.", "norm.")):
+def loader_of(architectures: Iterable[str]) -> Loader | None:
+    """What is known of the first architecture that something is known of."""
+    return next((_LOADERS[name] for name in architectures if name in _LOADERS), None)
+
+
+def _layer(name: str) -> int:
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return -1 if found is None else int(found[1])
+
+
+def _home(name: str, runtime: frozenset[str], loader: Loader) -> str:
+    if loader.prefixes and name.startswith(("layers.", "embed_tokens.", "norm.")):
         name = f"model.{name}"
-    if name in runtime:
-        return name
-    for pattern, fused in _FUSED:
-        name = pattern.sub(fused, name)
+    for pattern, replacement in loader.renames:
+        if name in runtime:
+            break
+        name = re.sub(pattern, replacement, name)
     return name
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from weight_update.engines.lora import AdapterCourier
+from weight_update.engines.lora import AdapterCourier, AdapterFolders
 from weight_update.engines.sglang_lora import SGLangAdapterEngine
+from weight_update.engines.vllm import VLLMAdapterEngine
 from weight_update.errors import ConfigurationError
 from weight_update.options import UpdateOptions
 from weight_update.transports.in_request import NoGroup, RequestPacker
+from weight_update.update.protocols import Engine
 from weight_update.update.updater import Updater
 from weight_update.weights.lora.export import Adapter, adapter_of
 from weight_update.weights.specs import Weight
@@ -24,21 +27,38 @@ class AdapterPush:
 
     Args:
         options: Those of the sender.
+        courier: Brings the adapter to the engines.
+        open_engine: Makes the engine at a URL.
     """
 
-    def __init__(self, options: UpdateOptions) -> None:
-        self._options = options
-        self._courier = AdapterCourier(options.lora_name)
+    def __init__(
+        self,
+        options: UpdateOptions,
+        courier: AdapterCourier,
+        open_engine: Callable[[str], Engine],
+    ) -> None:
+        self._options, self._courier, self._open_engine = options, courier, open_engine
+
+    @classmethod
+    def to_sglang(cls, options: UpdateOptions) -> AdapterPush:
+        """Pushes to SGLang servers, inside requests."""
+        courier = AdapterCourier(options.lora_name)
+        return cls(options, courier, lambda url: SGLangAdapterEngine(url, options.http, courier))
+
+    @classmethod
+    def to_vllm(cls, options: UpdateOptions, directory: Path) -> AdapterPush:
+        """Pushes to vLLM servers, through a directory that they and the trainer see."""
+        folders = AdapterFolders(options.lora_name, directory)
+        return cls(options, folders, lambda url: VLLMAdapterEngine(url, options.http, folders))
 
     def updater(self, urls: Sequence[str]) -> Updater:
-        """The one updater, whose bytes travel in requests: no group, and all in one bucket."""
-        options, courier = self._options, self._courier
+        """The one updater, without a group, and with everything in one bucket."""
         return Updater(
             urls,
-            lambda url: SGLangAdapterEngine(url, options.http, courier),
+            self._open_engine,
             lambda *_: NoGroup(),
-            lambda _: RequestPacker(courier.pack),
-            replace(options, backend="gloo", device="cpu", bucket_bytes=sys.maxsize),
+            lambda _: RequestPacker(self._courier.pack),
+            replace(self._options, backend="gloo", device="cpu", bucket_bytes=sys.maxsize),
         )
 
     def extract(self, source: Any) -> tuple[Weight, ...]:
@@ -50,6 +70,10 @@ class AdapterPush:
         adapter = _adapter(source)
         self._courier.announce(adapter.config)
         return adapter.weights
+
+    def forget(self) -> None:
+        """Every engine has the adapter: its values are not kept."""
+        self._courier.forget()
 
     def snapshot(self, source: Any) -> Adapter:
         """A copy of the adapter which training does not change."""

@@ -25,21 +25,18 @@ from weight_update.options import (
     UpdateOptions,
     Verify,
     WhenBusy,
-    check_choice,
     check_device_exists,
     parse_device,
-    parse_server_urls,
     read_bucket_bytes,
     read_text,
 )
-from weight_update.schemes.sender import SGLangWeightSender
-from weight_update.schemes.torchrl_adapter import CollectorScheme, torchrl_logger
+from weight_update.schemes.server_scheme import ServerScheme
 from weight_update.schemes.transport import SGLangCollectiveTransport
 from weight_update.transports.address import check_address
 from weight_update.weights.name_map import check_name_map
 
 
-class SGLangWeightSyncScheme(CollectorScheme):
+class SGLangWeightSyncScheme(ServerScheme):
     """How weights get from a trainer into SGLang servers (release 0.5.6 or later).
 
     Args:
@@ -59,7 +56,8 @@ class SGLangWeightSyncScheme(CollectorScheme):
         pause_mode: ``"retract"`` (requests in flight are recomputed and continue on the new
             weights), ``"in_place"`` (they continue on their old KV cache) or ``"abort"``
             (they end early). None reads ``TORCHRL_SGLANG_PAUSE_GENERATION_MODE``, else
-            ``"retract"``.
+            ``"retract"``. With ``lora="adapter"`` the default is ``"abort"``, and others are
+            refused.
         backend: ``"auto"`` (by device), ``"nccl"`` or ``"gloo"``; sent to the servers.
         bucket_bytes: A bucket is closed before it exceeds this; None means 2 GiB on CUDA and
             64 MiB on the CPU (or ``WEIGHT_UPDATE_BUCKET_BYTES``). Two buffers of the largest
@@ -145,14 +143,9 @@ class SGLangWeightSyncScheme(CollectorScheme):
         when_busy: WhenBusy = "wait",
         stale_cache: StaleCache = "warn",
     ) -> None:
-        check_choice("strategy", strategy, Strategy)
-        super().__init__(strategy)
-        urls = parse_server_urls(server_url)
-        self.server_url = urls[0] if isinstance(server_url, str) else list(urls)
-        self.strategy_name = self.strategy_str = strategy
         _check_named_device(device)
         check_name_map(name_map)
-        self.options = UpdateOptions(
+        options = UpdateOptions(
             master_address=_master_address(master_address),
             master_port=master_port,
             num_gpus=num_gpus,
@@ -183,17 +176,7 @@ class SGLangWeightSyncScheme(CollectorScheme):
                 use_proxies=use_proxies,
             ),
         )
-
-    def __getattr__(self, name: str) -> Any:
-        """Every constructor argument but the keys is an attribute of the same name."""
-        options = self.__dict__.get("options")
-        for holder in (options, getattr(options, "http", None)):
-            if name in getattr(holder, "__dataclass_fields__", {}) and "api_key" not in name:
-                return getattr(holder, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.server_url!r}, strategy={self.strategy_name!r})"
+        super().__init__(server_url, strategy, options)
 
     @property
     def world_size(self) -> int:
@@ -212,14 +195,6 @@ class SGLangWeightSyncScheme(CollectorScheme):
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
         """A transport with the scheme's settings, as rank 0."""
         return SGLangCollectiveTransport(self.server_url, options=self.options)
-
-    def create_sender(self) -> SGLangWeightSender:
-        """A sender for the training side."""
-        return SGLangWeightSender(self)
-
-    def create_receiver(self, *args: Any, **kwargs: Any) -> None:
-        """None: the servers own the receivers."""
-        torchrl_logger.info("SGLang servers own their receivers; there is none to create")
 
 
 def _check_named_device(device: DeviceLike) -> None:

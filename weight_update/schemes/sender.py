@@ -20,7 +20,7 @@ from weight_update.waiting import spawn
 from weight_update.weights.extract import Metadata, device_of
 
 if TYPE_CHECKING:
-    from weight_update.schemes.scheme import SGLangWeightSyncScheme
+    from weight_update.schemes.server_scheme import ServerScheme
 
 # Engines wait, paused, while collectors count.
 _COUNT_SECONDS = 5.0
@@ -45,7 +45,7 @@ class SGLangWeightSender:
         0
     """
 
-    def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
+    def __init__(self, scheme: ServerScheme) -> None:
         self._scheme = scheme
         # One transport for life: what is known of mixed engines must outlive a group.
         self._transport = scheme.create_transport()

@@ -33,6 +33,7 @@ from weight_update.weights.specs import Weight
 from weight_update.weights.stream import Stream
 
 Counted = Callable[[int], Sequence[str]]
+OpenAdapterPush = Callable[[UpdateOptions], AdapterPush]
 
 
 class SGLangCollectiveTransport:
@@ -53,6 +54,7 @@ class SGLangCollectiveTransport:
         flush_cache_on_update: See :class:`SGLangWeightSyncScheme`.
         pause_mode: See :class:`SGLangWeightSyncScheme`.
         options: All of the above and more in one, as the scheme passes them.
+        open_adapter_push: Says how an adapter gets to the servers when it travels by itself.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -76,6 +78,7 @@ class SGLangCollectiveTransport:
         pause_mode: Any = None,
         *,
         options: UpdateOptions | None = None,
+        open_adapter_push: OpenAdapterPush = AdapterPush.to_sglang,
     ) -> None:
         self._urls = list(parse_server_urls(server_url))
         self._one = isinstance(server_url, str)
@@ -93,7 +96,9 @@ class SGLangCollectiveTransport:
         self._extraction = ExtractionCache()
         self._model_device: Callable[[], torch.device | None] = _default_device
         self._process = os.getpid()
-        self._adapter = AdapterPush(self._options) if self._options.lora == "adapter" else None
+        by_itself = self._options.lora == "adapter"
+        self._open_adapter_push = open_adapter_push
+        self._adapter = open_adapter_push(self._options) if by_itself else None
         self._updater = (
             self._broadcasts() if self._adapter is None else self._adapter.updater(self._urls)
         )
@@ -227,10 +232,15 @@ class SGLangCollectiveTransport:
         self._refuse_fork()
         counted = counted or _nothing
 
+        def count(version: int) -> Sequence[str]:
+            if self._adapter is not None:
+                self._adapter.forget()
+            return counted(version)
+
         def push(
             read: Callable[[], Payload], check_readers: Callable[[], None] = nobody_else
         ) -> UpdateReport:
-            return self._updater.update(Push(read, counted, progress, check_readers))
+            return self._updater.update(Push(read, count, progress, check_readers))
 
         def followed(report: UpdateReport) -> None:
             self._updater.version = report.version
@@ -381,7 +391,7 @@ class SGLangCollectiveTransport:
         """Pickles as configuration: sockets and groups stay with the process that made them."""
         resumed = self._options.initial_version is not None  # it counts on by itself, not by labels
         options = replace(self._options, initial_version=self.version) if resumed else self._options
-        return (_rebuild, (self.server_url, self.rank, options))
+        return (_rebuild, (self.server_url, self.rank, options, self._open_adapter_push))
 
 
 def provided(source: Any) -> Any:
@@ -399,9 +409,14 @@ def is_whole(source: Any) -> bool:
 
 
 def _rebuild(
-    server_url: str | list[str], rank: int, options: UpdateOptions
+    server_url: str | list[str],
+    rank: int,
+    options: UpdateOptions,
+    open_adapter_push: OpenAdapterPush,
 ) -> SGLangCollectiveTransport:
-    return SGLangCollectiveTransport(server_url, rank=rank, options=options)
+    return SGLangCollectiveTransport(
+        server_url, rank=rank, options=options, open_adapter_push=open_adapter_push
+    )
 
 
 def _nothing(_: int) -> Sequence[str]:

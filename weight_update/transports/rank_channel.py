@@ -82,6 +82,5 @@ def open_channel() -> RankChannel | None:
 def _broken(error: Exception) -> WeightUpdateError:
     return WeightUpdateError(
         f"the store of the trainer's process group does not answer: {error}",
-        phase="plan",
         remedy="the rank that holds it has ended, or its host is gone: restart the trainer",
     )

@@ -21,8 +21,8 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from itertools import count, pairwise
@@ -80,33 +80,26 @@ class Channel(Protocol):
 OpenChannel = Callable[[], Channel | None]
 
 
-class _Desk:
-    """What a rank keeps from one update to the next.
-
-    Attributes:
-        busy: Held by the update that runs.
-        litter: Messages of updates that are over, by who was to hear them.
-    """
+class _Reads:
+    """What one update has announced on this rank and not read yet."""
 
     def __init__(self) -> None:
-        self.busy = threading.Lock()
-        self.litter: dict[tuple[int, ...], list[str]] = {}
-        self._unread = 0
+        self._left = 0
         self._changed = threading.Condition()
 
     def idle(self, seconds: float) -> bool:
-        """Waits until everything that was announced is read; False if it is not in time."""
+        """Waits until everything is read; False if it is not in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._unread == 0, seconds)
+            return self._changed.wait_for(lambda: self._left == 0, seconds)
 
-    def expect(self, reads: int) -> None:
-        """So many reads follow."""
+    def expect(self, number: int) -> None:
+        """So many more follow."""
         with self._changed:
-            self._unread += reads
+            self._left += number
 
     def read(self, weight: Weight) -> torch.Tensor:
         """Reads one of the weights that were announced."""
-        if self._unread == 0:
+        if self._left == 0:
             raise WeightUpdateError(
                 f"{weight.spec.name!r} is read without the other ranks, or after one failed",
                 phase="transfer",
@@ -117,15 +110,30 @@ class _Desk:
             self.give_up()
             raise
         with self._changed:
-            self._unread = max(0, self._unread - 1)
+            self._left = max(0, self._left - 1)
             self._changed.notify_all()
         return value
 
     def give_up(self) -> None:
         """Nothing that was announced is read any more: after a failure no order can be kept."""
         with self._changed:
-            self._unread = 0
+            self._left = 0
             self._changed.notify_all()
+
+
+@dataclass
+class _Desk:
+    """What a rank keeps from one update to the next.
+
+    Attributes:
+        busy: Held by the update that runs.
+        reads: Of the last update; one that failed may have left some behind.
+        litter: Messages of updates that are over, by who was to hear them.
+    """
+
+    busy: threading.Lock = field(default_factory=threading.Lock)
+    reads: _Reads = field(default_factory=_Reads)
+    litter: dict[tuple[int, ...], list[str]] = field(default_factory=dict)
 
 
 _desks: WeakKeyDictionary[Any, _Desk] = WeakKeyDictionary()
@@ -161,9 +169,11 @@ class Crew:
         self._weights = weights
         self._trouble = trouble
         self._desk = _desks.setdefault(channel, _Desk())
+        self._reads = _Reads()
         self._entered = self._over = False
         self._attempt = uuid.uuid4().hex
         self._said = 0
+        self._present: set[int] = set()
         self._deadline = Deadline(0.0)
         self._reading: Future[None] | None = None
         self._complained = False
@@ -247,10 +257,12 @@ class Crew:
             WeightUpdateError: A rank failed, has other weights, or did not come in time.
         """
         self._enter()
+        if self._trouble is not None:
+            with suppress(UpdateTimeout):
+                dict(self._muster())
+            raise self._trouble
         ready = dict(self._muster())
         self._sweep()
-        if self._trouble is not None:
-            raise self._trouble
         mine = _digests(self._weights)
         for rank, message in sorted(ready.items()):
             if message["error"] is not None:
@@ -275,6 +287,7 @@ class Crew:
                 self._dismiss(error)
             raise
         self._say({"report": report.to_dict()})
+        self._await_hearing()
         return report
 
     def _dismiss(self, error: BaseException) -> None:
@@ -283,7 +296,20 @@ class Crew:
             with suppress(WeightUpdateError):
                 self.lead()
         self._say({"error": _plain(error, "plan")})
-        self._desk.idle(_LET_GO_SECONDS)
+        self._reads.idle(_LET_GO_SECONDS)
+        self._await_hearing()
+
+    def _await_hearing(self) -> None:
+        """Who holds the store must not end the process before all have heard how it ended."""
+        waiting, end = set(self._present), self._deadline.afresh(_LET_GO_SECONDS)
+        for pause in _pauses():
+            waiting -= {r for r in waiting if self._channel.remove(f"{self._attempt}/heard/{r}")}
+            if not waiting:
+                return self._sweep()
+            if end.expired():
+                return None
+            end.sleep(pause)
+        return None
 
     def _muster(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every other rank and what it has to say, as they come; each is told where to listen."""
@@ -294,6 +320,7 @@ class Crew:
                 # One that has given up meanwhile took its message back.
                 if message is not None and self._channel.remove(f"ready/{rank}"):
                     missing.remove(rank)
+                    self._present.add(rank)
                     self._answer(message["token"])
                     yield rank, message
             if not missing:
@@ -322,21 +349,23 @@ class Crew:
         if not weight.collective:
             return weight
         turn = Turn(index, self._announce)
-        return replace(weight, read=partial(self._desk.read, weight), rows=None, turn=turn)
+        return replace(weight, read=partial(self._reads.read, weight), rows=None, turn=turn)
 
     def _announce(self, indices: Sequence[int]) -> None:
         if self._over:
             raise WeightUpdateError("the update that this bucket belongs to is over")
-        if not self._desk.idle(self._deadline.remaining()):
+        if not self._reads.idle(self._deadline.remaining()):
             raise _stuck(self._channel.rank)
-        self._desk.expect(len(indices))
+        self._reads.expect(len(indices))
         self._say({"read": list(indices)})
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        key = f"{self._attempt}/{self._said}"
+        litter = self._desk.litter.setdefault(self._others, [])
+        if not self._said:
+            litter.append(f"{self._attempt}/fault")
+        litter.append(f"{self._attempt}/{self._said}")
         self._said += 1
-        self._channel.post(key, message)
-        self._desk.litter.setdefault(self._others, [f"{self._attempt}/fault"]).append(key)
+        self._channel.post(litter[-1], message)
 
     def _sweep(self) -> None:
         """Removes what was said before: every rank that is ready has heard it."""
@@ -417,18 +446,24 @@ class Crew:
         return None
 
     def _read_too(self, indices: Sequence[int]) -> None:
-        self._desk.expect(len(indices))
-        self._reading = spawn(self._read_all, self._reading, indices)
+        self._reads.expect(len(indices))
+        self._reading = spawn(self._read_all, self._reading, indices, _callers_stream())
 
-    def _read_all(self, before: Future[None] | None, indices: Sequence[int]) -> None:
+    def _read_all(
+        self,
+        before: Future[None] | None,
+        indices: Sequence[int],
+        stream: AbstractContextManager[Any],
+    ) -> None:
         try:
             if before is not None:
                 before.result()
-            with torch.no_grad(), _at_home(self._weights[indices[0]].device):
+            with torch.no_grad(), stream:
                 for index in indices:
-                    self._desk.read(self._weights[index])
+                    self._reads.read(self._weights[index])
+                _await_stream()
         except BaseException:
-            self._desk.give_up()
+            self._reads.give_up()
             raise
 
     def _look_after_reads(self) -> None:
@@ -446,11 +481,14 @@ class Crew:
         self._channel.post(f"{self._attempt}/fault", fault)
 
     def _end(self, message: Mapping[str, Any]) -> UpdateReport:
+        heard = f"{self._attempt}/heard/{self._channel.rank}"
         if "error" in message:
-            self._desk.idle(_LET_GO_SECONDS)
+            self._channel.post(heard, {})
+            self._reads.idle(_LET_GO_SECONDS)
             raise error_from_dict(message["error"]) from (self._trouble or self._read_error())
-        if not self._desk.idle(self._deadline.remaining()):
+        if not self._reads.idle(self._deadline.remaining()):
             raise _stuck(self._channel.rank)
+        self._channel.post(heard, {})
         return UpdateReport.from_dict(message["report"])
 
     # -- both ---------------------------------------------------------------------------
@@ -467,12 +505,13 @@ class Crew:
 
     def _await_earlier_reads(self) -> None:
         """A gather that an earlier update left behind must not meet those of this one."""
-        if not self._desk.idle(self._deadline.remaining() / 2):
+        if not self._desk.reads.idle(self._deadline.remaining() / 2):
             raise _stuck(self._channel.rank)
+        self._desk.reads = self._reads
         let_go()
 
     def _tidy(self) -> None:
-        if self._desk.idle(0.0):
+        if self._desk.reads.idle(0.0):
             let_go()
 
 
@@ -512,9 +551,13 @@ def _slices(weights: Sequence[Weight]) -> list[Sequence[Weight]]:
 def _digests(weights: Sequence[Weight]) -> list[str]:
     """Digests of slices of what was extracted: they tell whether, and about where, two differ."""
     return [
-        sha256(repr([(w.spec, w.collective) for w in part]).encode()).hexdigest()
-        for part in _slices(weights)
+        sha256("".join(map(_described, part)).encode()).hexdigest() for part in _slices(weights)
     ]
+
+
+def _described(weight: Weight) -> str:
+    spec = weight.spec
+    return f"{spec.name} {spec.dtype_name} {spec.shape} {weight.collective}\n"
 
 
 def _pauses() -> Iterator[float]:
@@ -524,12 +567,14 @@ def _pauses() -> Iterator[float]:
         pause = min(1.3 * pause, _LAST_POLL_SECONDS)
 
 
-@contextmanager
-def _at_home(device: torch.device) -> Iterator[None]:
-    """On the device of the weights, which a new thread is not, until all is done there."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
-        torch.cuda.current_stream().synchronize()
+def _callers_stream() -> AbstractContextManager[Any]:
+    """What the trainer computes on: what it has just written is read after that."""
+    cuda: Any = torch.cuda
+    return cuda.stream(cuda.current_stream()) if cuda.is_initialized() else nullcontext()
+
+
+def _await_stream() -> None:
+    """A read on a GPU has only begun when it returns; it is over when the stream is through."""
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        cuda.current_stream().synchronize()

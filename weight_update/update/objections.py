@@ -134,6 +134,8 @@ def _unhealed(member: Member, names: frozenset[str]) -> Iterator[str]:
 
 def _misshapen(member: Member, plan: Plan | GrowingPlan) -> Iterator[str]:
     """An engine takes no shape but its own, and may say yes to another and hold garbage."""
+    if member.engine.intake.any_shape:
+        return
     for name, shape in plan.shapes.items():
         taken = member.shapes.get(name, shape)
         if taken != shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,7 @@ def planned(
 def fitted_plan(
     payload: Payload,
     intakes: Mapping[str, Intake],
+    known_names: Collection[str],
     options: UpdateOptions,
     device: torch.device,
     packs: Packs,
@@ -60,6 +61,7 @@ def fitted_plan(
     Args:
         payload: What is to be sent.
         intakes: How each engine, by URL, takes weights.
+        known_names: Of the whole model, as far as engines took it before.
         options: What the user asked for.
         device: Where the bytes travel.
         packs: Whether a tensor is packed into a buffer with others.
@@ -73,7 +75,8 @@ def fitted_plan(
     whole = payload.whole and stream is None
 
     def fitted(weights: Sequence[Weight]) -> Plan:
-        return planned(fit(weights, intake, wishes, whole=whole), options, device, packs)
+        taken = fit(weights, intake, wishes, whole=whole, known_names=known_names or None)
+        return planned(taken, options, device, packs)
 
     if stream is None:
         return fitted(payload.weights)

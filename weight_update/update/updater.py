@@ -388,7 +388,8 @@ class Updater:
     ) -> Plan | GrowingPlan:
         """Which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
-        return fitted_plan(run.payload, intakes, self.options, device, packer.packs)
+        known = {name for member in fleet.members for name in member.shapes}
+        return fitted_plan(run.payload, intakes, known, self.options, device, packer.packs)
 
     # -- bookkeeping --------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ def check_names(member: Member, names: Sequence[str], *, whole: bool, deadline: 
     lacking = check.lacking if check.known and whole else ()
     if unknown or lacking:
         raise WeightMismatchError(
-            "; ".join(_name_trouble(unknown, lacking)),
+            "; ".join(filter(None, (*_name_trouble(unknown, lacking), check.remark))),
             engine=member.url,
             phase="plan",
             remedy="push the model that the engine serves, with the names of its checkpoint (of "

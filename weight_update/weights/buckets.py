@@ -122,65 +122,87 @@ def plan_buckets(
         >>> [[spec.name for spec in bucket.specs] for bucket in plan.buckets]
         [['a', 'b'], ['c']]
     """
-    packed: list[_Unit] = []
-    single: list[_Unit] = []
-    for unit in _units(weights, bucket_bytes, group_of):
-        (packed if _is_packed(unit, packs) else single).append(unit)
+    units = _Units(weights, group_of)
+    units.join_sets(bucket_bytes)
+    packed: list[str] = []
+    single: list[str] = []
+    for key in units.members:
+        (packed if units.is_packed(key, packs) else single).append(key)
     flat, plain = (
-        _filled(lane, _even(lane, bucket_bytes) if even else bucket_bytes)
+        units.filled(lane, units.even(lane, bucket_bytes) if even else bucket_bytes)
         for lane in (packed, single)
     )
     return Plan((*map(_aligned, flat), *(Bucket(tuple(group), flat=False) for group in plain)))
 
 
-class _Unit:
-    """Weights that share a request."""
+class _Units:
+    """What must share a request, in the order of their first members.
 
-    __slots__ = ("nbytes", "weights")
+    Attributes:
+        members: The weights of each.
+        nbytes: Their bytes.
+    """
 
-    def __init__(self) -> None:
-        self.weights: list[Weight] = []
-        self.nbytes = 0
+    def __init__(self, weights: Iterable[Weight], group_of: GroupOf) -> None:
+        self.members: dict[str, list[Weight]] = {}
+        self.nbytes: dict[str, int] = {}
+        for weight in weights:
+            spec = weight.spec
+            key = group_of(spec.name) or f"\n{spec.name}"  # no group is called like this
+            if key in self.members:
+                self.members[key].append(weight)
+                self.nbytes[key] += spec.nbytes
+            else:
+                self.members[key] = [weight]
+                self.nbytes[key] = spec.nbytes
 
-    def add(self, weight: Weight) -> None:
-        self.weights.append(weight)
-        self.nbytes += weight.spec.nbytes
+    def join_sets(self, limit: int) -> None:
+        """Makes one unit of a set of groups, where it fits."""
+        large = [k for k, size in self.nbytes.items() if size > limit and len(self.members[k]) > 1]
+        _tell("larger than bucket_bytes=%d, and travel(s) in a larger bucket", large, limit)
+        homes = {key: home for key in self.members if (home := set_of(key))}
+        sets: dict[str, int] = {}
+        for key, home in homes.items():
+            sets[home] = sets.get(home, 0) + self.nbytes[key]
+        wide = [home for home, size in sets.items() if size > limit]
+        _tell("larger than bucket_bytes=%d, and divided between its experts", wide, limit)
+        if len(wide) == len(sets):
+            return
+        members: dict[str, list[Weight]] = {}
+        for key, weights in self.members.items():
+            home = homes.get(key, key)
+            members.setdefault(key if sets.get(home, 0) > limit else home, []).extend(weights)
+        self.nbytes = {key: sets[key] if key in sets else self.nbytes[key] for key in members}
+        self.members = members
 
+    def is_packed(self, key: str, packs: Packs) -> bool:
+        """Whether a unit travels in a flat bucket: all of it does, or none.
 
-def _units(weights: Iterable[Weight], limit: int, group_of: GroupOf) -> Iterable[_Unit]:
-    """The weights by group, in the order of their first members."""
-    groups: dict[str, _Unit] = {}
-    for weight in weights:
-        name = weight.spec.name
-        key = group_of(name) or f"\n{name}"  # no group is called like this
-        if (unit := groups.get(key)) is None:
-            unit = groups[key] = _Unit()
-        unit.add(weight)
-    _tell(
-        "larger than bucket_bytes=%d, and travel(s) in a larger bucket of its own",
-        [key for key, unit in groups.items() if unit.nbytes > limit and len(unit.weights) > 1],
-        limit,
-    )
-    return _joined(groups, limit)
+        A small member follows large ones that travel as they are, unless it is of a dtype that
+        none of them has: it may be one that cannot travel so.
+        """
+        weights = self.members[key]
+        apart = [weight.spec.dtype for weight in weights if not packs(weight.spec)]
+        return not apart or any(weight.spec.dtype not in apart for weight in weights)
 
+    def even(self, lane: Sequence[str], limit: int) -> int:
+        """The size that spreads a lane evenly over as few buckets as ``limit`` asks for."""
+        sizes = [size for key in lane if (size := self.nbytes[key]) <= limit]
+        buckets = ceil(sum(sizes) / limit) or 1
+        return min(limit, ceil(sum(sizes) / buckets) + max(sizes, default=limit))
 
-def _joined(groups: dict[str, _Unit], limit: int) -> list[_Unit]:
-    """With the groups of one set in one unit, where the set fits."""
-    sets: dict[str, int] = {}
-    homes = {key: home for key in groups if (home := set_of(key))}
-    for key, home in homes.items():
-        sets[home] = sets.get(home, 0) + groups[key].nbytes
-    wide = [home for home, size in sets.items() if size > limit]
-    _tell("larger than bucket_bytes=%d, and divided between its experts", wide, limit)
-    units: dict[str, _Unit] = {}
-    for key, unit in groups.items():
-        home = homes.get(key)
-        if home is None or sets[home] > limit or home not in units:
-            units[key if home is None or sets[home] > limit else home] = unit
-        else:
-            units[home].weights += unit.weights
-            units[home].nbytes += unit.nbytes
-    return list(units.values())
+    def filled(self, lane: Sequence[str], limit: int) -> Iterator[list[Weight]]:
+        """The weights of each bucket of a lane."""
+        bucket: list[Weight] = []
+        size = 0
+        for key in lane:
+            if bucket and size + self.nbytes[key] > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket += self.members[key]
+            size += self.nbytes[key]
+        if bucket:
+            yield bucket
 
 
 def _tell(what: str, groups: Sequence[str], limit: int) -> None:
@@ -188,36 +210,6 @@ def _tell(what: str, groups: Sequence[str], limit: int) -> None:
         text = f"%d group(s) of weights that engines fuse are {what}: %s%s"
         more = ", ..." if len(groups) > 1 else ""
         _log.info(text, len(groups), limit, groups[0], more)
-
-
-def _is_packed(unit: _Unit, packs: Packs) -> bool:
-    """Whether a unit travels in a flat bucket: all of it does, or none.
-
-    A small member follows large ones that travel as they are, unless it is of a dtype that none
-    of them has: it may be one that cannot travel so.
-    """
-    apart = {weight.spec.dtype for weight in unit.weights if not packs(weight.spec)}
-    return not apart or any(weight.spec.dtype not in apart for weight in unit.weights)
-
-
-def _even(lane: Sequence[_Unit], limit: int) -> int:
-    """The size that spreads a lane evenly over as few buckets as ``limit`` asks for."""
-    sizes = [unit.nbytes for unit in lane if unit.nbytes <= limit]
-    buckets = ceil(sum(sizes) / limit) or 1
-    return min(limit, ceil(sum(sizes) / buckets) + max(sizes, default=limit))
-
-
-def _filled(units: Sequence[_Unit], bucket_bytes: int) -> Iterator[list[Weight]]:
-    group: list[Weight] = []
-    size = 0
-    for unit in units:
-        if group and size + unit.nbytes > bucket_bytes:
-            yield group
-            group, size = [], 0
-        group += unit.weights
-        size += unit.nbytes
-    if group:
-        yield group
 
 
 def _aligned(group: list[Weight]) -> Bucket:

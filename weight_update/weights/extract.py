@@ -13,13 +13,14 @@ from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.families.convert import as_checkpoint
 from weight_update.weights.fitting import with_dtype
-from weight_update.weights.lora.merge import Changes, Entry, adapter_model, merged_copy, merged_tensors
+from weight_update.weights.lora.entries import Changes, Entry
+from weight_update.weights.lora.merge import adapter_model, merged_copy, merged_tensors
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.saved_state_dict import SavedStateDict
 from weight_update.weights.shards.gather import weight_of
 from weight_update.weights.shards.parts import Parts
 from weight_update.weights.shards.wrapped import is_wrapped, wrapped_weights
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.specs import Weight
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
@@ -124,7 +125,7 @@ def _objection(
 
 def _weights_of(source: Any) -> Iterator[Weight]:
     if _is_tensordict(source):
-        return _from_mapping(dict(source.flatten_keys(".").items()))
+        return _from_mapping(_flattened(source))
     if isinstance(source, nn.Module):
         return _from_module(unwrap(source))
     if isinstance(source, Mapping):
@@ -134,7 +135,8 @@ def _weights_of(source: Any) -> Iterator[Weight]:
     raise ConfigurationError(
         f"weights of type {type(source).__name__} cannot be read",
         phase="plan",
-        remedy="pass a module, a mapping of names to tensors, or a TensorDict",
+        remedy="pass a module, a mapping of names to tensors, a TensorDict, a Checkpoint, a "
+        "SavedStateDict, or an iterator of names and tensors",
     )
 
 
@@ -143,6 +145,16 @@ def _is_tensordict(source: Any) -> bool:
     # every user of plain modules a second.
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(source, tensordict.TensorDictBase)
+
+
+def _flattened(source: Any) -> dict[str, Any]:
+    try:
+        return dict(source.flatten_keys(".").items())
+    except KeyError as error:
+        raise WeightMismatchError(
+            f"two weights of the {type(source).__name__} have the same dotted name: {error}",
+            phase="plan",
+        ) from error
 
 
 def _from_mapping(tensors: Mapping[str, Any]) -> Iterator[Weight]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from weight_update.weights.lora.merge import is_plain, merges_itself
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.shards.wrapped import is_wrapped
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.specs import Weight
 
 
 class ExtractionCache:
@@ -43,14 +43,11 @@ class ExtractionCache:
         if not isinstance(source, nn.Module):
             return extract_weights(source, dtype=dtype)
         module = unwrap(source)
-        if merges_itself(module) or is_wrapped(module):
+        if self._known is None or not self._known.holds_for(module):
+            # These hold their tensors, so that a model that nobody keeps can be sent.
+            self._known = _known(module)
             return extract_weights(module, dtype=dtype)
-        state = module.state_dict(keep_vars=True)
-        if self._known is None or not self._known.holds_for(state):
-            self._known = _known(module, state)
-        if self._known is None:
-            return extract_weights(module, dtype=dtype)
-        weights = self._known.weights(state.values())
+        weights = self._known.weights
         return weights if dtype is None else tuple(with_dtype(each, dtype) for each in weights)
 
 
@@ -61,103 +58,111 @@ class _Owned:
     """
 
     def __init__(self, owner: nn.Module, key: str) -> None:
-        self._owner = weakref.ref(owner)
-        self._key = key
-
-    def is_still(self, tensor: object) -> bool:
-        return getattr(self._owner(), self._key, None) is tensor
+        self.owner = weakref.ref(owner)
+        self.key = key
 
     def read(self) -> torch.Tensor:
-        owner = self._owner()
+        owner = self.owner()
         if owner is None:
-            raise WeightMismatchError(f"the module that owns {self._key!r} is gone", phase="plan")
-        tensor: torch.Tensor = getattr(owner, self._key)
+            raise WeightMismatchError(f"the module that owned {self.key!r} is gone", phase="plan")
+        tensor: torch.Tensor = getattr(owner, self.key)
         return tensor.detach()
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         return self.read()[first:end]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """What is sent for one entry of a ``state_dict``.
+class _Entry(NamedTuple):
+    """One entry of a ``state_dict``, and all that its spec and its ties were made from."""
 
-    Attributes:
-        spec: The entry's own; None where it travels in another form, or not at all.
-        device: Where it lives.
-        parts: Weights made from it.
-        owned: The tensor that they are made from.
-    """
-
-    spec: TensorSpec | None
+    owner: Callable[[], nn.Module | None]
+    key: str
+    kind: type[torch.Tensor]
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
     device: torch.device
-    parts: tuple[Weight, ...] = ()
-    owned: _Owned | None = None
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A ``state_dict``, and all that its specs and its ties were made from."""
+    """A model that was extracted.
 
+    Attributes:
+        module: Itself.
+        names: Those of its ``state_dict``.
+        entries: Its tensors.
+        weights: What is sent, read from whoever owns it.
+    """
+
+    module: Callable[[], nn.Module | None]
     names: tuple[str, ...]
-    places: tuple[object, ...]
-    sent: tuple[_Sent, ...]
+    entries: tuple[_Entry, ...]
+    weights: tuple[Weight, ...]
 
-    def holds_for(self, state: Mapping[str, Any]) -> bool:
-        if self.names != tuple(state) or not all(
-            isinstance(v, torch.Tensor) for v in state.values()
-        ):
+    def holds_for(self, module: nn.Module) -> bool:
+        if self.module() is not module or merges_itself(module):
             return False
-        return self.places == _places(state.values()) and all(
-            sent.owned is None or sent.owned.is_still(value)
-            for sent, value in zip(self.sent, state.values(), strict=True)
-        )
-
-    def weights(self, values: Iterable[torch.Tensor]) -> tuple[Weight, ...]:
-        found: list[Weight] = []
-        for sent, value in zip(self.sent, values, strict=True):
-            if sent.spec is not None:
-                found.append(Weight(sent.spec, sent.device, value.detach))
-            elif sent.parts:
-                found.extend(sent.parts)
-        return tuple(found)
+        state: dict[str, Any] = module.state_dict(keep_vars=True)
+        values = list(state.values())
+        return self.names == tuple(state) and _are_at(self.entries, values)
 
 
-def _places(values: Iterable[torch.Tensor]) -> tuple[object, ...]:
-    return tuple([(v.data_ptr(), type(v), v.dtype, v.shape, v.stride(), v.device) for v in values])
+def _are_at(entries: Iterable[_Entry], values: Iterable[Any]) -> bool:
+    """Whether all is where it was; one loop with few calls, since there may be 50,000 entries."""
+    try:
+        for entry, value in zip(entries, values, strict=True):
+            owner, key, kind, address, dtype, shape, stride, device = entry
+            if (
+                type(value) is not kind
+                or value.data_ptr() != address
+                or value.dtype is not dtype
+                or value.shape != shape
+                or value.stride() != stride
+                or value.device != device
+                or owner().__getattr__(key) is not value  # type: ignore[union-attr]
+            ):
+                return False
+    except AttributeError:  # an owner is gone, or has it no more
+        return False
+    return True
 
 
-def _known(module: nn.Module, state: Mapping[str, Any]) -> _Known | None:
+def _known(module: nn.Module) -> _Known | None:
     """What to remember; None where names and places in memory do not tell all."""
-    names = {bare_name(name) for name in state}
-    tensors = all(type(v) in _PLAIN and not is_shard(v) for v in state.values())
-    if not state or not tensors or len(names) < len(state) or not is_plain(module):
+    if is_wrapped(module) or not is_plain(module):
         return None
-    bare = {weight.spec.name: weight for weight in from_state_dict(state)}
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    owned = {bare_name(name): own for name in state if (own := _owned(module, name))}
+    if not state or len(owned) < len(state) or not all(map(_is_plain, state.values())):
+        return None
+    entries = tuple(_entry(*pair) for pair in zip(owned.values(), state.values(), strict=True))
     convert = Converter(module, hold=False)  # all values are views
-    sent = []
-    for name, value in state.items():
-        found = _sent(module, name, value, bare.get(bare_name(name)), convert)
-        if found is None:
-            return None
-        sent.append(found)
-    return _Known(tuple(state), _places(state.values()), tuple(sent))
+    weights = (_by_owner(weight, owned[weight.spec.name]) for weight in from_state_dict(state))
+    sent = tuple(part for weight in weights for part in convert(weight))
+    return _Known(weakref.ref(module), tuple(state), entries, sent)
 
 
-def _sent(
-    module: nn.Module, name: str, value: torch.Tensor, weight: Weight | None, convert: Converter
-) -> _Sent | None:
-    """None where the tensor is not where its name says."""
-    if weight is None:  # tied to another
-        return _Sent(None, value.device)
-    path, _, key = name.rpartition(".")
-    owned = _Owned(module.get_submodule(path), key)
-    parts = tuple(convert(replace(weight, read=owned.read, rows=owned.rows)))
-    if not parts:
-        return _Sent(None, value.device)
-    if len(parts) == 1 and parts[0].read == owned.read:
-        return _Sent(parts[0].spec, value.device)
-    return _Sent(None, value.device, parts, owned) if owned.is_still(value) else None
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN and not is_shard(value)
+
+
+def _entry(owned: _Owned, value: torch.Tensor) -> _Entry:
+    place = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
+    return _Entry(owned.owner, owned.key, type(value), *place)
+
+
+def _by_owner(weight: Weight, owned: _Owned) -> Weight:
+    return replace(weight, read=owned.read, rows=owned.rows if weight.spec.shape else None)
+
+
+def _owned(module: nn.Module, name: str) -> _Owned | None:
+    *path, key = name.split(".")
+    owner: Any = module
+    for child in path:
+        owner = getattr(owner, child, None)
+    return _Owned(owner, key) if isinstance(owner, nn.Module) else None
 
 
 # Of these, place in memory and strides tell all; a sub-class may hold what they do not show.

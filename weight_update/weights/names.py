@@ -63,8 +63,9 @@ def _inner(module: nn.Module) -> nn.Module | None:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """What a wrapper of torch, or an actor-critic of torchrl, has inside."""
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        wrapped: nn.Module = module.module
+    if isinstance(module, _DATA_PARALLEL) or _is_a(module, _DEEPSPEED):
+        wrapper: Any = module
+        wrapped: nn.Module = wrapper.module
         return wrapped
     if _is_a(module, _ACTOR_CRITICS):
         actor_critic: Any = module
@@ -189,6 +190,8 @@ _LANGUAGE_MODELS = (
     ("transformers.modeling_utils", "PreTrainedModel"),
     ("peft.peft_model", "PeftModel"),
 )
+_DATA_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_DEEPSPEED = (("deepspeed", "DeepSpeedEngine"),)
 _FSDP = (("torch.distributed.fsdp", "FullyShardedDataParallel"),)
 _TENSORDICT_MODULES = (
     ("tensordict.nn", "TensorDictModule"),

@@ -14,6 +14,7 @@ def read_in_turn(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
 
     The other ranks of a sharded trainer are told of all of them at once. Close the iterator if
     its end is not reached: what was announced is read all the same, or the others would wait.
+    After a read that failed nothing is: no order is left that all could keep.
 
     Example:
         >>> from weight_update.weights.extract import extract_weights
@@ -28,7 +29,8 @@ def read_in_turn(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
     try:
         for weight in waiting:
             yield weight.read()
-    finally:
+    except GeneratorExit:
         for weight in waiting:
             if weight.turn is not None:
                 weight.read()
+        raise

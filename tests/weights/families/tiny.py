@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
+
+from weight_update.weights.extract import extract_weights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -45,6 +48,7 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    "head_dim": 8,  # of the rotated part
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -180,11 +184,19 @@ def meta_model(family: str) -> Any:
 
 
 def save(family: str, directory: Path, seed: int = 0) -> Any:
-    """Writes the checkpoint of a tiny model."""
+    """Writes a tiny model's checkpoint, and beside it `push.safetensors`: what is extracted."""
     model = tiny_model(family, seed)
     model.save_pretrained(directory)
+    push = {each.spec.name: each.read().contiguous() for each in extract_weights(model)}
+    save_file(push, directory / "push.safetensors")
     return model
 
 
+def main(root: Path, families: list[str]) -> None:
+    """Writes the checkpoints of some families, each in a folder of its name."""
+    for family in families:
+        save(family, root / family)
+
+
 if __name__ == "__main__":
-    save(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,6 +9,7 @@ from torch import nn
 
 from weight_update.weights.lora.formula import LowRank, Magnitude, Rows, Shift, Step
 from weight_update.weights.lora.layers import in_effect, nested
+from weight_update.weights.shards.gather import shape_of
 
 Steps = Mapping[str, tuple[Step, ...]]
 """Name of a tensor in the base layer to the steps that change it."""
@@ -76,7 +77,7 @@ def _linear_steps(layer: Any, name: str, sign: int) -> Iterator[tuple[str, Step]
 
 def _parameter_step(layer: Any, a: Any, b: Any, scale: float) -> Step:
     """Of a parameter that is adapted by its name: a matrix, or one for each expert."""
-    if layer.get_param().ndim == 2:
+    if len(shape_of(layer.get_param())) == 2:
         return LowRank(a, b, scale)
     # Nothing public tells which of its two layouts a square parameter has.
     output_first = getattr(layer, "_did_swap_in_out_features", False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.weights.shards.gather import full, is_shard
+from weight_update.errors import ConfigurationError
+from weight_update.weights.shards.gather import full, is_shard, ranks_of, weight_of
 from weight_update.weights.specs import TensorSpec, Weight
 
 
@@ -35,16 +36,28 @@ class Dense:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Dense:
         """A tensor that is dense already."""
-        return cls(tensor, tensor.dtype, tuple(tensor.shape), partial(full, tensor))
+        whole = weight_of("", tensor)
+        return cls(tensor, whole.spec.dtype, whole.spec.shape, whole.read)
 
     def weight(self, name: str) -> Weight:
         """It, to be sent."""
-        spec = TensorSpec(name, self.dtype, self.shape)
-        return Weight(spec, self.tensor.device, self._read, collective=is_shard(self.tensor))
+        if not self.packed:
+            return weight_of(name, self.tensor)
+        return computed(TensorSpec(name, self.dtype, self.shape), [self.tensor], self._read)
 
     def _read(self) -> torch.Tensor:
         with torch.no_grad():
             return self.value().to(self.dtype)
+
+
+def computed(
+    spec: TensorSpec, tensors: Sequence[torch.Tensor], read: Callable[[], torch.Tensor]
+) -> Weight:
+    """A weight that is made from some tensors; all ranks read it together if one is a shard."""
+    shards = [tensor for tensor in tensors if is_shard(tensor)]
+    parties = [ranks_of(tensor) for tensor in shards]
+    ranks = tuple(sorted(set().union(*parties))) if all(parties) else ()
+    return Weight(spec, tensors[0].device, read, collective=bool(shards), ranks=ranks)
 
 
 def dense_tensors(layer: nn.Module, dtype: torch.dtype | None) -> Mapping[str, Dense]:
@@ -83,10 +96,10 @@ def dense_weight(layer: nn.Module, dtype: torch.dtype | None) -> Dense | None:
 def is_packed(layer: nn.Module) -> bool:
     """Whether the layer is quantised, and `dense_weight` can unpack it."""
     weight = _own_weight(layer)
-    if weight is not None and type(weight) is not nn.Parameter:
-        if _state_4bit(layer, weight) is not None or _is_8bit(weight) or _unpacks_itself(weight):
-            return True
-    return _is_unpacking_layer(layer)
+    if weight is None or type(weight) is nn.Parameter:  # most are, and asking on takes long
+        return _is_unpacking_layer(layer)
+    four_bits = _state_4bit(layer, weight) is not None
+    return four_bits or _is_8bit(weight) or _unpacks_itself(weight) or _is_unpacking_layer(layer)
 
 
 def _own_weight(layer: nn.Module) -> torch.Tensor | None:
@@ -100,7 +113,7 @@ def _state_4bit(layer: nn.Module, weight: torch.Tensor) -> Any:
 
 
 def _is_8bit(weight: torch.Tensor | None) -> bool:
-    return weight is not None and type(weight).__name__ == "Int8Params" and weight.dtype is torch.int8
+    return type(weight).__name__ == "Int8Params" and getattr(weight, "dtype", None) is torch.int8
 
 
 def _unpacks_itself(weight: torch.Tensor | None) -> bool:
@@ -108,9 +121,8 @@ def _unpacks_itself(weight: torch.Tensor | None) -> bool:
 
 
 def _is_unpacking_layer(layer: nn.Module) -> bool:
-    if not hasattr(type(layer), "dequantize") or next(layer.children(), None) is not None:
-        return False
-    return _packed_tensor(layer) is not None
+    unpacks = callable(getattr(type(layer), "dequantize", None))
+    return unpacks and not any(layer.children()) and _packed_tensor(layer) is not None
 
 
 def _packed_tensor(layer: nn.Module) -> torch.Tensor | None:
@@ -128,6 +140,13 @@ def _unpacked(layer: Any) -> Dense:
 def _unpacked_4bit(weight: torch.Tensor, state: Any) -> torch.Tensor:
     import bitsandbytes
 
+    # A forward in eval mode rearranges the bytes on some CPUs; `state_dict` undoes that.
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ConfigurationError(
+            "a 4-bit weight was laid out for inference on this CPU since the update began",
+            phase="transfer",
+            remedy="do not use the model while an update runs",
+        )
     value: torch.Tensor = bitsandbytes.functional.dequantize_4bit(full(weight), state)
     return value
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from weight_update.errors import ConfigurationError
+from weight_update.weights.lora.layers import is_tuner_layer
 from weight_update.weights.names import bare_name, unwrap
-from weight_update.weights.shards.gather import full, is_shard
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.shards.gather import weight_of
+from weight_update.weights.shards.wrapped import is_wrapped
+from weight_update.weights.specs import Weight
 
 # What PEFT puts before every name; transformers models with adapters of their own lack it.
 _PREFIX = "base_model.model."
@@ -47,6 +46,10 @@ def adapter_of(model: nn.Module, adapter: str | None = None) -> Adapter:
         ConfigurationError: There is no such adapter, or it is not what the model computes with.
     """
     module = unwrap(model)
+    if is_wrapped(module):
+        raise _refusal(
+            "FSDP1 keeps adapters and base in one flat parameter", "use FSDP2 (fully_shard)"
+        )
     name = adapter or _active_adapter(module)
     config = _config_of(module, name)
     _refuse_rescaled(module, name, config)
@@ -107,18 +110,11 @@ def _weights(module: nn.Module, name: str) -> Iterator[Weight]:
     )
     prefix = "" if hasattr(module, "get_base_model") else _PREFIX
     for key, tensor in state.items():
-        yield _weight(prefix + bare_name(key), tensor)
-
-
-def _weight(name: str, tensor: torch.Tensor) -> Weight:
-    spec = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
-    return Weight(spec, tensor.device, partial(full, tensor), collective=is_shard(tensor))
+        yield weight_of(prefix + bare_name(key), tensor)
 
 
 def _layers(module: nn.Module) -> Iterator[Any]:
-    # Adapters can only exist once peft was imported.
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    return (m for m in module.modules() if tuners and isinstance(m, tuners.BaseTunerLayer))
+    return filter(is_tuner_layer, module.modules())
 
 
 def _as_json(config: Any) -> dict[str, Any]:

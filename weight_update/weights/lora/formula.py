@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from weight_update.weights.lora.dense import Dense
-from weight_update.weights.shards.gather import full, is_shard
+from weight_update.weights.lora.dense import Dense, computed
+from weight_update.weights.shards.gather import full
 from weight_update.weights.specs import TensorSpec, Weight
 
-# Elements that are merged at once: they stay in the caches of a CPU, or of a GPU, from the cast
-# to fp32 to the cast back; a GPU needs more of them to be busy.
-_BLOCK = {"cuda": 8 << 20}
-_CPU_BLOCK = 256 << 10
+# Elements that are merged at once: few enough to stay in a cache from the cast to fp32 to the
+# cast back, and enough of them to keep all cores busy.
+_BLOCK = {"cpu": 1 << 20}
+_GPU_BLOCK = 8 << 20
 
 Apply = Callable[[torch.Tensor, int, int], None]
 """Changes an fp32 block that holds some rows (first, last + 1) of the weight."""
@@ -55,7 +55,7 @@ class LowRank:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """a and b."""
+        """Both factors."""
         return self.a, self.b
 
     def load(self) -> Apply:
@@ -166,9 +166,9 @@ class Merge:
     def weight(self, name: str) -> Weight:
         """It, to be sent."""
         spec = TensorSpec(name, self.base.dtype, self.base.shape)
-        collective = any(map(is_shard, (self.base.tensor, *self.tensors)))
-        by_rows = None if collective or self.base.packed else self.rows
-        return Weight(spec, self.base.tensor.device, self.read, by_rows, collective)
+        weight = computed(spec, (self.base.tensor, *self.tensors), self.read)
+        by_rows = not (weight.collective or self.base.packed)
+        return replace(weight, rows=self.rows) if by_rows else weight
 
     def read(self) -> torch.Tensor:
         """The merged weight."""
@@ -187,7 +187,7 @@ class Merge:
 def _fill(merged: torch.Tensor, base: torch.Tensor, first: int, changes: Sequence[Apply]) -> None:
     """Writes the merged rows from ``first`` on: each is cast to fp32, changed, and cast once."""
     exact = torch.promote_types(merged.dtype, torch.float32)
-    parts = merged.split(_rows_at_once(merged))
+    parts = torch.split(merged, _rows_at_once(merged))
     scratch = parts[0] if merged.dtype == exact else torch.empty_like(parts[0], dtype=exact)
     start = first
     for part in parts:
@@ -202,5 +202,5 @@ def _fill(merged: torch.Tensor, base: torch.Tensor, first: int, changes: Sequenc
 
 
 def _rows_at_once(weight: torch.Tensor) -> int:
-    elements = _BLOCK.get(weight.device.type, _CPU_BLOCK)
+    elements = _BLOCK.get(weight.device.type, _GPU_BLOCK)
     return max(1, elements // max(1, math.prod(weight.shape[1:])))

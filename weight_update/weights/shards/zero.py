@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
 
 from weight_update.errors import ConfigurationError
 
@@ -26,19 +25,6 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the whole value; every rank must ask at the same time."""
     with _deepspeed().zero.GatheredParameters([tensor]):
         return tensor.detach().clone()  # what was gathered goes when the block ends
-
-
-def inner(module: nn.Module) -> nn.Module:
-    """The model inside DeepSpeed's engine.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> inner(model) is model
-        True
-    """
-    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
-    wrapped: Any = module
-    return wrapped.module if isinstance(module, engine) else module
 
 
 def _deepspeed() -> Any:

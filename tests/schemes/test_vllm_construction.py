@@ -1,0 +1,186 @@
+"""The vLLM scheme as users build it; no engine is needed here."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weight_update import (
+    SGLangWeightSender,
+    SGLangWeightSyncScheme,
+    VLLMWeightSender,
+    VLLMWeightSyncScheme,
+)
+from weight_update.engines.lora import AdapterFolders
+from weight_update.errors import ConfigurationError
+from weight_update.options import PAUSE_MODE_VARIABLE
+
+URL = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def scheme(tmp_path: Path) -> VLLMWeightSyncScheme:
+    return built(tmp_path)
+
+
+def built(directory: Any, **more: Any) -> VLLMWeightSyncScheme:
+    return VLLMWeightSyncScheme(URL, **{"lora": "adapter", "adapter_directory": directory} | more)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"lora": "merge"}], ids=["by default", "by name"])
+def test_full_updates_are_refused_with_what_works(
+    arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"full updates of vLLM.*not there yet") as caught:
+        VLLMWeightSyncScheme(URL, adapter_directory=tmp_path, **arguments)
+
+    assert "lora='adapter', adapter_directory=" in caught.value.remedy
+
+
+@pytest.mark.parametrize("directory", [None, "", 7])
+def test_a_directory_is_needed(directory: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"adapter_directory={directory!r} must be"):
+        built(directory)
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be written to: No such file") as caught:
+        built(tmp_path / "typo")
+
+    assert not (tmp_path / "typo").exists()
+    assert "under the same path" in caught.value.remedy
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigurationError, match="cannot be written to: Not a directory"):
+        built(tmp_path / "file")
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    closed = tmp_path if not _writable(tmp_path) else Path("/proc")  # root may write anywhere else
+
+    with pytest.raises(ConfigurationError, match="cannot be written to"):
+        built(closed)
+
+
+def test_construction_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
+    built(tmp_path).create_sender()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"lora": "both"},
+        {"lora_name": " "},
+        {"pause_mode": "keep"},
+        {"timeout": 0},
+        {"on_failure": "retry"},
+        {"quorum": "most"},
+        {"initial_version": -1},
+        {"verify": "yes"},
+        {"when_busy": "queue"},
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused_by_name(bad: dict[str, Any], tmp_path: Path) -> None:
+    ((argument, value),) = bad.items()
+
+    with pytest.raises(ConfigurationError) as caught:
+        built(tmp_path, **bad)
+
+    assert f"{argument}={value!r}" in str(caught.value)
+
+
+def test_all_but_the_url_go_by_name() -> None:
+    kinds = [p.kind for p in inspect.signature(VLLMWeightSyncScheme).parameters.values()]
+
+    assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_every_argument_is_kept_and_means_what_it_means_for_sglang(
+    scheme: VLLMWeightSyncScheme,
+) -> None:
+    ours, theirs = (
+        inspect.signature(kind).parameters
+        for kind in (VLLMWeightSyncScheme, SGLangWeightSyncScheme)
+    )
+    assert set(ours) - set(theirs) == {"adapter_directory"}
+    for name, parameter in ours.items():
+        if "api_key" not in name:
+            getattr(scheme, name)
+        if name in theirs:
+            assert parameter.default == theirs[name].default
+
+
+def test_variables_of_sglang_do_not_set_the_pause_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(PAUSE_MODE_VARIABLE, "in_place")
+
+    assert built(tmp_path).create_transport().pause_mode == "abort"
+    assert built(tmp_path, pause_mode="retract").create_transport().pause_mode == "retract"
+
+
+def test_there_is_one_sender_class(scheme: VLLMWeightSyncScheme) -> None:
+    assert VLLMWeightSender is SGLangWeightSender
+    assert isinstance(scheme.create_sender(), VLLMWeightSender)
+
+
+def test_keys_are_never_shown(tmp_path: Path) -> None:
+    made = built(tmp_path, api_key="hunter2", admin_api_key="hunter3")
+
+    for item in (made, made.options, made.create_sender(), made.create_transport()):
+        assert "hunter" not in repr(item)
+
+
+@pytest.mark.parametrize(
+    "rebuild", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy], ids=["pickle", "deepcopy"]
+)
+@pytest.mark.parametrize(
+    ("part", "transport_of"),
+    [
+        (lambda scheme: scheme, lambda twin: twin.create_transport()),
+        (lambda scheme: scheme.create_sender(), lambda twin: twin._transport),
+        (lambda scheme: scheme.create_transport(), lambda twin: twin),
+    ],
+    ids=["scheme", "sender", "transport"],
+)
+def test_each_part_crosses_processes_and_still_pushes_to_vllm(
+    rebuild: Any, part: Any, transport_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    transport = transport_of(rebuild(part(built(".", quorum=1, initial_version=3))))
+
+    assert (transport.server_url, transport.version) == (URL, 3)
+    assert isinstance(transport._adapter._courier, AdapterFolders)
+    assert transport._adapter._courier._directory == tmp_path
+
+
+@pytest.mark.parametrize("source", [nn.Linear(1, 1), {"w": torch.ones(1)}], ids=["plain", "dict"])
+def test_what_holds_no_adapter_is_refused_before_any_engine_is_asked(
+    source: Any, scheme: VLLMWeightSyncScheme
+) -> None:
+    with scheme.create_sender() as sender, pytest.raises(ConfigurationError, match="adapter"):
+        sender.update_weights(source)
+
+
+def _writable(directory: Path) -> bool:
+    try:
+        (directory / "probe").touch()
+    except OSError:
+        return False
+    return True
