@@ -40,7 +40,7 @@ NOT_BUILT = {"llava", "llava-moe"}
 JOINED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 # In transformers 5 the published name of the class is another than transformers' own.
 PUBLISHED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
-SERVED = ("qwen3-moe", "deepseek-v3")
+SERVED = ("qwen3-moe",)
 
 
 def in_engine(release: str, *arguments: str | Path) -> str:

@@ -124,7 +124,7 @@ def test_a_rank_that_kept_its_old_part_is_caught() -> None:
     halves = [Part(0, 0, 1), Part(0, 1, 1)]
     weight = PLAN.buckets[0].weights
     embed = next(w for w in weight if w.spec.name == "embed.weight")
-    good = [digest_of(embed, part, "float32") for part in halves]
+    good = [digest_of(embed.read(), part, "float32") for part in halves]
     parts = tuple({"embed.weight": part} for part in halves)
     right = Digests(tuple({"embed.weight": d} for d in good), parts, "float32")
     stale = Digests(({"embed.weight": good[0]}, {"embed.weight": "old"}), parts, "float32")

@@ -114,7 +114,9 @@ class SGLangWeightSender:
 
         Takes at most the scheme's ``timeout`` and 2 s; each step gets a share of it. One update
         runs at a time, of this sender and of each server on the part of this host; another waits
-        (``when_busy``). In a multi-process trainer, rank 0 alone calls it, with full tensors.
+        (``when_busy``). In a multi-process trainer whose ranks hold whole models, one rank alone
+        calls it. Where they hold parts of one (FSDP, DTensor, ZeRO-3), every rank does: one talks
+        to the servers, and all return the same report or raise the same error.
 
         Names must be those of the checkpoint that the servers loaded. SGLang answers yes to
         names that it does not know and loads nothing for them; where the server's names can be

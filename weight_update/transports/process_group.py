@@ -18,7 +18,7 @@ import torch
 
 from weight_update.errors import ConfigurationError, EngineUnreachable, WeightUpdateError
 from weight_update.options import UpdateOptions
-from weight_update.transports import torch_private
+from weight_update.torch_private import process_groups
 from weight_update.transports.address import check_address, choose_address, listen
 from weight_update.waiting import spawn
 
@@ -58,8 +58,8 @@ class UpdateGroup:
         self.device = device
         listener = listen(address, port)
         self.port: int = listener.getsockname()[1]
-        tcp_store = torch_private.serve_store(address, self.port, world_size, listener.detach())
-        self._store = torch_private.group_store(tcp_store, self.name, device.type)
+        tcp_store = process_groups.serve_store(address, self.port, world_size, listener.detach())
+        self._store = process_groups.group_store(tcp_store, self.name, device.type)
         self._group: Any = None
         self._works: list[Any] = []
         self._building: Future[list[Any]] | None = None
@@ -82,16 +82,16 @@ class UpdateGroup:
 
     def _build(self) -> None:
         if self.backend == "nccl":
-            group = torch_private.build_nccl(self._store, self.world_size, self.name)
+            group = process_groups.build_nccl(self._store, self.world_size, self.name)
         else:
-            group = torch_private.build_gloo(self._store, self.world_size, self.address)
+            group = process_groups.build_gloo(self._store, self.world_size, self.address)
         self._group = group
         if self.given_up:
             self.give_up()
 
     def arrived(self, rank: int) -> bool:
         """Whether a rank is seen waiting in the rendezvous; NCCL ranks answer at once instead."""
-        return self.backend == "gloo" and torch_private.has_arrived(self._store, rank)
+        return self.backend == "gloo" and process_groups.has_arrived(self._store, rank)
 
     def decoy(self) -> UpdateGroup | None:
         """A rendezvous of the same name and place, for engines that come when it is over.
@@ -199,10 +199,10 @@ def _let_groups_end() -> None:
 
 
 def _broadcast_all(group: Any, tensors: list[torch.Tensor]) -> list[Any]:
-    return [torch_private.broadcast(group, tensor) for tensor in tensors]
+    return [process_groups.broadcast(group, tensor) for tensor in tensors]
 
 
-def _abort(held: list[Any], store: torch_private.AbandonableStore) -> None:
+def _abort(held: list[Any], store: process_groups.AbandonableStore) -> None:
     held[0].abort()
     held.clear()  # NCCL's monitor reads the store until its group is gone
     store.abandon()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from weight_update.errors import WeightUpdateError
-from weight_update.transports.torch_private import default_store
+from weight_update.torch_private.process_groups import default_store
 
 _PREFIX = "weight_update/"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from weight_update.update.protocols import Packer
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.growing_plan import GrowingPlan
+
+T = TypeVar("T")
 
 _WATCH_SECONDS = 0.02
 # What a failed update waits for a bucket that is just being packed.
@@ -62,7 +64,7 @@ class Reader:
 
     def start(self, index: int) -> None:
         """Begins to read a bucket."""
-        self._running = spawn(self._pack, index, _callers_stream())
+        self._running = spawn(self._pack, index, callers_stream())
 
     def finish(self, phase: Phase, deadline: Deadline) -> Packed | None:
         """The bucket that was begun, or None when there is none any more.
@@ -73,16 +75,9 @@ class Reader:
         running = self._running
         if running is None:
             return None
-        while not wait([running], timeout=min(_WATCH_SECONDS, deadline.remaining())).done:
-            self.check()
-            if deadline.expired():
-                raise UpdateTimeout(
-                    f"bucket {self._plan.requests} could not be read in {deadline.seconds:.1f} s",
-                    phase=phase,
-                    remedy="look at what the weights come from: other ranks, a generator, a disk",
-                )
+        packed = in_time(running, f"bucket {self._plan.requests}", phase, deadline, self.check)
         self._running = None
-        return running.result()
+        return packed
 
     def let_go(self) -> None:
         """Ends without a bucket that is still being packed."""
@@ -96,7 +91,26 @@ class Reader:
             return None if bucket is None else Packed(bucket, self._packer.pack(bucket))
 
 
-def _callers_stream() -> AbstractContextManager[object]:
+def in_time(
+    reading: Future[T], what: str, phase: Phase, deadline: Deadline, check: Callable[[], None]
+) -> T:
+    """What a thread that reads weights returns.
+
+    Raises:
+        UpdateTimeout: It did not return by the deadline, and is left behind.
+    """
+    while not wait([reading], timeout=min(_WATCH_SECONDS, deadline.remaining())).done:
+        check()
+        if deadline.expired():
+            raise UpdateTimeout(
+                f"{what} could not be read in {deadline.seconds:.1f} s",
+                phase=phase,
+                remedy="look at what the weights come from: other ranks, a generator, a disk",
+            )
+    return reading.result()
+
+
+def callers_stream() -> AbstractContextManager[object]:
     """What the caller computes on: the values that it has just written are read after it."""
     cuda: Any = torch.cuda
     return cuda.stream(cuda.current_stream()) if cuda.is_initialized() else nullcontext()

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,7 @@ from weight_update.update.planning import Payload, fitted_plan, planned
 from weight_update.update.procedure import Procedure
 from weight_update.update.progress import Meter, Stopwatch
 from weight_update.update.protocols import Engine, Group, Packer
-from weight_update.update.reader import nobody_else
+from weight_update.update.reader import callers_stream, in_time, nobody_else
 from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import RESUME_SECONDS, release
@@ -36,7 +36,7 @@ from weight_update.update.signals import orderly_end
 from weight_update.update.turns import one_at_a_time, turn
 from weight_update.update.versions import next_version
 from weight_update.update.wire import GroupFactory, PackerFactory, Wire, refuse_meta
-from weight_update.waiting import Clock, Deadline
+from weight_update.waiting import Clock, Deadline, spawn
 from weight_update.weights.buckets import Plan
 from weight_update.weights.fitting import with_dtype
 from weight_update.weights.growing_plan import GrowingPlan
@@ -49,6 +49,7 @@ _RECOVERY_POLL_SECONDS = 0.5
 _JUDGE_SECONDS = 1.0
 # Who does not answer is met again when engines are inspected, with the others.
 _DISCOVERY_SHARE = 0.25
+_PLANNING_SHARE = 0.5
 # What an engine can do to an attempt; everything else would fail without it as well.
 _ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
@@ -351,6 +352,7 @@ class Updater:
             return run.push.counted(run.version)
 
         rules = self._rules(run, count)
+        run.watch.phase = "plan"
         run.plan = self._plan(run, fleet, group.device, packer)
         run.watch.meter.plan(run.plan)
         return Procedure(
@@ -389,7 +391,14 @@ class Updater:
         """Which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
         known = {name for member in fleet.members for name in member.shapes}
-        return fitted_plan(run.payload, intakes, known, self.options, device, packer.packs)
+
+        def plan(stream: AbstractContextManager[object]) -> Plan | GrowingPlan:
+            with stream:
+                return fitted_plan(run.payload, intakes, known, self.options, device, packer.packs)
+
+        planning = spawn(plan, callers_stream())  # to check the values reads them all
+        deadline = run.deadline.share(_PLANNING_SHARE)
+        return in_time(planning, "the weights", "plan", deadline, run.push.check_readers)
 
     # -- bookkeeping --------------------------------------------------------------------
 

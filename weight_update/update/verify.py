@@ -13,6 +13,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 
 import torch
 
@@ -271,19 +272,24 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _differing(digests: Digests, weights: Mapping[str, Weight]) -> list[str]:
-    """Weights whose digests are not those of what was sent."""
-    wrong = {
-        name
-        for held, parts in zip(digests.ranks, digests.parts or (), strict=False)
-        for name, part in parts.items()
-        if name in weights and held.get(name) != digest_of(weights[name], part, digests.dtype)
-    }
-    return sorted(wrong)
+    """Weights whose digests are not those of what was sent; each is read once."""
+    places: dict[str, list[tuple[str | None, Part]]] = {}
+    for held, parts in zip(digests.ranks, digests.parts or (), strict=False):
+        for name, part in parts.items():
+            places.setdefault(name, []).append((held.get(name), part))
+    told = [name for name in weights if name in places]
+    with _reading, closing(read_in_turn([weights[name] for name in told])) as values:
+        return sorted(name for name in told if _differs(next(values), places[name], digests.dtype))
 
 
-def digest_of(weight: Weight, part: Part, dtype: str | None) -> str:
+def _differs(
+    value: torch.Tensor, places: Sequence[tuple[str | None, Part]], dtype: str | None
+) -> bool:
+    return any(held != digest_of(value, part, dtype) for held, part in places)
+
+
+def digest_of(value: torch.Tensor, part: Part, dtype: str | None) -> str:
     """SHA-256 of the bytes of a rank's part of a weight, in the dtype that the engine keeps."""
-    value = _read(weight)
     if part.dim is not None:
         value = value.narrow(part.dim, part.start, part.length)
     if dtype is not None and value.is_floating_point():

@@ -12,9 +12,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
+from weight_update.torch_private.fsdp1 import FlatLayout, flat_layout, persistent_buffers
 from weight_update.weights.names import bare_name
 from weight_update.weights.shards.held import hold
-from weight_update.weights.shards.torch_private import FlatLayout, flat_layout, persistent_buffers
 from weight_update.weights.specs import TensorSpec, Weight
 
 

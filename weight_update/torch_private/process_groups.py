@@ -1,4 +1,4 @@
-"""Everything private in torch that the library relies on, in one place.
+"""Process groups that torch does not know of, and the store of the one it does.
 
 Run on torch 2.11 (NCCL) and 2.13 (gloo). The group is built from the
 backend classes themselves and not through ``torch.distributed``'s registry: torch never learns

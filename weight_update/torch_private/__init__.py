@@ -1,0 +1,1 @@
+"""Everything private in torch that the library relies on, in one place."""

@@ -1,0 +1,130 @@
+"""A rank that reads along: it does what the leader says, and ends as the leader does."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from weight_update.errors import UpdateTimeout, WeightUpdateError
+from weight_update.report import UpdateReport, error_from_dict
+from weight_update.update.crew import messages
+from weight_update.update.crew.digests import digests
+from weight_update.update.crew.duty import LET_GO_SECONDS, Duty
+from weight_update.update.crew.reads import ReadingAlong
+from weight_update.waiting import Deadline
+
+
+class Follower:
+    """Follows one update.
+
+    Args:
+        duty: The update.
+    """
+
+    def __init__(self, duty: Duty) -> None:
+        self._duty = duty
+        self._channel = duty.channel
+        self._reading = ReadingAlong(duty.weights, duty.reads)
+        self._attempt = ""
+        self._complained = False
+
+    def follow(self) -> UpdateReport:
+        """Reads what is announced, until the leader says how it ended.
+
+        Raises:
+            WeightUpdateError: As on the leader.
+        """
+        duty = self._duty
+        duty.enter()
+        try:
+            duty.await_earlier_reads()
+        except WeightUpdateError as error:
+            duty.trouble = duty.trouble or error
+        token = self._report_for_duty()
+        try:
+            self._listen(token)
+            return self._obey()
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            self._desert(interrupt)
+            raise
+
+    def _report_for_duty(self) -> str:
+        """Says that this rank is ready, or why it is not."""
+        duty, token = self._duty, uuid.uuid4().hex
+        trouble = None if duty.trouble is None else messages.plain(duty.trouble, "plan")
+        ready = {"token": token, "digests": digests(duty.weights), "error": trouble}
+        self._channel.post(messages.ready_key(duty.rank), ready)
+        return token
+
+    def _listen(self, token: str) -> None:
+        """Waits until the leader has taken note, and learns where it speaks."""
+        duty, grace = self._duty, messages.GRACE_SECONDS
+        key = messages.answer_key(token)
+        answer = self._seen(key, duty.deadline.afresh(duty.deadline.remaining() + grace))
+        if answer is None and not self._channel.remove(messages.ready_key(duty.rank)):
+            answer = self._seen(key, duty.deadline.afresh(grace))  # it was taken just now
+        if answer is None:
+            raise messages.absent(duty.ranks[:1], duty.deadline)
+        self._channel.remove(key)
+        self._attempt = answer["attempt"]
+        duty.deadline = duty.deadline.afresh(answer["seconds"] + grace)
+
+    def _obey(self) -> UpdateReport:
+        for number in count():
+            message = self._await(messages.said_key(self._attempt, number))
+            if "read" not in message:
+                break
+            self._reading.then(message["read"])
+        return self._end(message)
+
+    def _end(self, message: Mapping[str, Any]) -> UpdateReport:
+        heard = messages.heard_key(self._attempt, self._duty.rank)
+        if "error" in message:
+            self._channel.post(heard, {})
+            self._duty.reads.idle(LET_GO_SECONDS)
+            cause = self._duty.trouble or self._reading.error()
+            raise error_from_dict(message["error"]) from cause
+        if not self._duty.reads.idle(self._duty.deadline.remaining()):
+            raise messages.stuck(self._duty.rank)
+        self._channel.post(heard, {})
+        return UpdateReport.from_dict(message["report"])
+
+    def _desert(self, interrupt: BaseException) -> None:
+        """Nobody shall wait for a rank that leaves."""
+        with suppress(WeightUpdateError):
+            self._channel.remove(messages.ready_key(self._duty.rank))
+            self._complain(interrupt)
+
+    def _await(self, key: str) -> dict[str, Any]:
+        message = self._seen(key, self._duty.deadline)
+        if message is None:
+            raise UpdateTimeout(
+                f"rank {self._duty.ranks[0]}, which talks to the engines, has said nothing for "
+                f"{self._duty.deadline.seconds:.1f} s",
+                phase="transfer",
+                remedy="look at that rank: it has ended, or hangs",
+            )
+        return message
+
+    def _seen(self, key: str, deadline: Deadline) -> dict[str, Any] | None:
+        """The message under a key as soon as it is there; None at the deadline."""
+        for pause in messages.pauses():
+            message = self._channel.peek(key)
+            if message is not None or deadline.expired():
+                return message
+            self._look_after_reads()
+            deadline.sleep(pause)
+        return None
+
+    def _look_after_reads(self) -> None:
+        error = self._reading.error()
+        if error is not None and not self._complained:
+            self._complained = True
+            self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
+        fault = {"rank": self._duty.rank, "error": messages.plain(error, "transfer")}
+        self._channel.post(messages.fault_key(self._attempt), fault)

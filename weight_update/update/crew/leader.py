@@ -1,0 +1,168 @@
+"""The rank that talks to the engines: it says what is read next, and how it ended."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from weight_update.errors import UpdateTimeout, WeightMismatchError, WeightUpdateError
+from weight_update.report import UpdateReport
+from weight_update.update.crew import messages
+from weight_update.update.crew.digests import differs_from
+from weight_update.update.crew.duty import LET_GO_SECONDS, Duty
+from weight_update.weights.specs import Turn, Weight
+
+Update = Callable[[], UpdateReport]
+
+
+class Leader:
+    """Leads one update.
+
+    Args:
+        duty: The update.
+    """
+
+    def __init__(self, duty: Duty) -> None:
+        self._duty = duty
+        self._channel = duty.channel
+        self._others = duty.ranks[1:]
+        self._attempt = uuid.uuid4().hex
+        self._said = 0
+        self._present: set[int] = set()
+        self._over = False
+
+    def command(self, update: Update) -> UpdateReport:
+        """Runs ``update``, and tells the others how it ended.
+
+        Raises:
+            WeightUpdateError: What ``update`` raised, or a rank that is missing or failed.
+        """
+        try:
+            if self._duty.trouble is not None:
+                self.lead()
+            report = update()
+            self._say({"report": report.to_dict()})
+        except BaseException as error:
+            with suppress(Exception):  # the first error is the one to raise
+                self._dismiss(error)
+            raise
+        finally:
+            self._over = True
+        self._await_hearing()
+        return report
+
+    def lead(self) -> tuple[Weight, ...]:
+        """Waits until every rank is ready, and returns the weights, which then are read together.
+
+        Raises:
+            WeightUpdateError: A rank failed, has other weights, or did not come in time.
+        """
+        duty = self._duty
+        duty.enter()
+        if duty.trouble is not None:
+            with suppress(UpdateTimeout):
+                dict(self._muster())
+            raise duty.trouble
+        ready = dict(self._muster())
+        self._sweep()
+        for rank, message in sorted(ready.items()):
+            self._inspect(rank, message)
+        duty.await_earlier_reads()
+        return tuple(self._in_turn(index, weight) for index, weight in enumerate(duty.weights))
+
+    def check(self) -> None:
+        """Raises the error of another rank whose read failed."""
+        fault = self._channel.peek(messages.fault_key(self._attempt))
+        if fault is not None:
+            raise messages.error_of_rank(fault["rank"], fault["error"])
+
+    def _dismiss(self, error: BaseException) -> None:
+        if not self._duty.entered:  # it failed before it asked for the weights
+            self._duty.deadline = self._duty.deadline.afresh(LET_GO_SECONDS)
+            with suppress(WeightUpdateError):
+                self.lead()
+        self._say({"error": messages.plain(error, "plan")})
+        self._duty.reads.idle(LET_GO_SECONDS)
+        self._await_hearing()
+
+    def _await_hearing(self) -> None:
+        """Who holds the store must not end the process before all have heard how it ended."""
+        waiting, end = set(self._present), self._duty.deadline.afresh(LET_GO_SECONDS)
+        for pause in messages.pauses():
+            heard = {rank: messages.heard_key(self._attempt, rank) for rank in waiting}
+            waiting -= {rank for rank, key in heard.items() if self._channel.remove(key)}
+            if not waiting:
+                return self._sweep()
+            if end.expired():
+                return None
+            end.sleep(pause)
+        return None
+
+    def _muster(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every other rank and what it has to say, as they come; each is told where to listen."""
+        missing, deadline = set(self._others), self._duty.deadline
+        for pause in messages.pauses():
+            for rank in sorted(missing):
+                key = messages.ready_key(rank)
+                message = self._channel.peek(key)
+                # One that has given up meanwhile took its message back.
+                if message is not None and self._channel.remove(key):
+                    missing.remove(rank)
+                    self._present.add(rank)
+                    self._answer(message["token"])
+                    yield rank, message
+            if not missing:
+                return
+            if deadline.expired():
+                raise messages.absent(missing, deadline)
+            deadline.sleep(pause)
+
+    def _answer(self, token: str) -> None:
+        patience = self._duty.deadline.remaining() + messages.GRACE_SECONDS
+        answer = {"attempt": self._attempt, "seconds": patience}
+        self._channel.post(messages.answer_key(token), answer)
+
+    def _inspect(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Raises if a rank could not extract its weights, or has others."""
+        if message["error"] is not None:
+            raise messages.error_of_rank(rank, message["error"])
+        name = differs_from(self._duty.weights, message["digests"])
+        if name is not None:
+            where = f" from {name!r} on" if name else ""
+            raise WeightMismatchError(
+                f"rank {rank} has other weights than rank {self._duty.rank}{where}",
+                phase="plan",
+                remedy="pass the same model on every rank, wrapped alike",
+            )
+
+    def _in_turn(self, index: int, weight: Weight) -> Weight:
+        """A weight that is read by announcement, and whole: the others do not know which rows."""
+        if not weight.collective:
+            return weight
+        read, turn = partial(self._duty.reads.read, weight), Turn(index, self._announce)
+        return replace(weight, read=read, rows=None, turn=turn)
+
+    def _announce(self, indices: Sequence[int]) -> None:
+        if self._over:
+            raise WeightUpdateError("the update that this bucket belongs to is over")
+        if not self._duty.reads.idle(self._duty.deadline.remaining()):
+            raise messages.stuck(self._duty.rank)
+        self._duty.reads.expect(len(indices))
+        self._say({"read": list(indices)})
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        litter = self._duty.desk.litter.setdefault(self._others, [])
+        if not self._said:
+            litter.append(messages.fault_key(self._attempt))
+        litter.append(messages.said_key(self._attempt, self._said))
+        self._said += 1
+        self._channel.post(litter[-1], message)
+
+    def _sweep(self) -> None:
+        """Removes what was said before: every rank that is ready has heard it."""
+        for key in self._duty.desk.litter.pop(self._others, ()):
+            self._channel.remove(key)
