@@ -153,6 +153,16 @@ class UpdateTimeout(WeightUpdateError, TimeoutError):
     """The deadline passed in the named phase."""
 
 
+def some_of(names: Sequence[str], shown: int = 3) -> str:
+    """The first names of many, for a message.
+
+    Example:
+        >>> some_of(["a", "b", "c", "d"])
+        "'a', 'b', 'c', ..."
+    """
+    return ", ".join(map(repr, names[:shown])) + (", ..." if len(names) > shown else "")
+
+
 def kind_of_error(name: str) -> type[WeightUpdateError]:
     """The class of that name; the base class for a name that is none.
 

@@ -26,6 +26,7 @@ from weight_update import (
 )
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.weights.extract import extract_weights
+from weight_update.weights.fitting import with_dtype
 from weight_update.weights.name_map import renamed
 from weight_update.weights.saved_state_dict import SavedStateDict
 
@@ -300,7 +301,8 @@ class Buffered(nn.Module):
 
 
 def test_c61_parameters_and_persistent_buffers_are_sent_and_counters_keep_their_dtype() -> None:
-    weights = {w.spec.name: w.read() for w in extract_weights(Buffered(), dtype=torch.bfloat16)}
+    cast = (with_dtype(weight, torch.bfloat16) for weight in extract_weights(Buffered()))
+    weights = {weight.spec.name: weight.read() for weight in cast}
     tables = {"inv_freq", "position_ids"}  # persistent or not, engines compute them
     assert set(weights) == Buffered().state_dict().keys() - tables
     assert weights["norm.num_batches_tracked"].dtype is torch.int64

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from weight_update import (
-    ConfigurationError,
     EngineState,
     WeightMismatchError,
     WeightUpdateError,
@@ -24,6 +23,7 @@ from weight_update import (
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.transports.process_group import UpdateGroup
 from weight_update.weights.extract import extract_weights
+from weight_update.weights.fitting import with_dtype
 
 from .trial import NEW, Trial, once
 
@@ -102,7 +102,8 @@ def test_c05_only_floating_tensors_are_cast() -> None:
         "mask": torch.ones(2, dtype=torch.bool),
         "half": torch.ones(2, dtype=torch.float16),
     }
-    dtypes = [w.spec.dtype for w in extract_weights(tensors, dtype=torch.bfloat16)]
+    weights = extract_weights(tensors)
+    dtypes = [with_dtype(weight, torch.bfloat16).spec.dtype for weight in weights]
     assert dtypes == [torch.bfloat16, torch.int64, torch.bool, torch.bfloat16]
 
 

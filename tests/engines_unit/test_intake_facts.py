@@ -57,6 +57,7 @@ def test_the_dtype_is_the_servers_or_that_of_its_checkpoint(
         ({"vocab_size": 64}, 64),
         ({"text_config": {"vocab_size": 32}, "vocab_size": 64}, 32),
         ({"text_config": {}, "vocab_size": 64}, 64),
+        ({"model_type": "mllama", "text_config": {"vocab_size": 32}}, None),
         ({"vocab_size": "64"}, None),
         ({"vocab_size": True}, None),
         ({"vocab_size": 0}, None),

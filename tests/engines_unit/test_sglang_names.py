@@ -18,6 +18,7 @@ from weight_update.engines.sglang_names import (
     check_names,
     compare_names,
     runtime_names,
+    sign_of_quantisation,
 )
 from weight_update.facts import Digests
 
@@ -216,3 +217,39 @@ def test_layers_of_a_draft_model_are_no_slip() -> None:
 
     assert check_names(names, runtime, ["DeepseekV3ForCausalLM"]).unknown == ()
     assert check_names(names, runtime, LLAMA).unknown == (names[1],)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_shared_expert_is_one_of_the_others_where_the_server_fuses_it(fused: bool) -> None:
+    place = f"{LAYER}.mlp.shared_experts"
+    own = [f"{place}.gate_up_proj.weight", f"{place}.down_proj.weight"]
+    stacks = [f"{LAYER}.mlp.experts.w13_weight", f"{LAYER}.mlp.experts.w2_weight"]
+    runtime = RuntimeNames(frozenset(stacks if fused else [*stacks, *own]), tied=False)
+    names = [
+        f"{LAYER}.mlp.{expert}.{kind}_proj.weight"
+        for expert in ("experts.0", "shared_experts")
+        for kind in ("gate", "up", "down")
+    ]
+
+    found = check_names(names, runtime, ["DeepseekV3ForCausalLM"])
+
+    assert (found.unknown, found.lacking) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        "model.normalizer",
+        f"{LAYER}.input_layernorm.gemma_weight",
+        "vision_tower.vision_model.embeddings.position_ids",
+    ],
+)
+def test_buffers_that_a_server_makes_itself_are_not_lacking(buffer: str) -> None:
+    runtime = RuntimeNames(frozenset([*FUSED, buffer]), tied=True)
+
+    assert check_names(CHECKPOINT, runtime, ["Gemma2ForCausalLM"]).lacking == ()
+
+
+@pytest.mark.parametrize("name", ["o_proj.weight_scale", "experts.w13_weight_scale"])
+def test_scales_are_a_sign_of_quantisation(name: str) -> None:
+    assert sign_of_quantisation([f"{LAYER}.{name}"]) == f"{LAYER}.{name}"

@@ -251,7 +251,7 @@ def test_ranks_with_different_weights_are_refused(names: str) -> None:
 def test_ranks_that_never_come_are_a_time_out_on_all_that_did(
     ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_update.update.crew._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("weight_update.update.crew.messages.GRACE_SECONDS", 0.2)
     errors = errors_of(Trainer().run(in_buckets, ranks=ranks, seconds=1.0))
     missing = "2" if 0 in ranks and 1 in ranks else "1, 2" if 0 in ranks else "0"
     for error in errors:

@@ -15,9 +15,9 @@ from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.weights.extract import extract_weights, get_model_metadata, match_metadata
 
 
-def payload(source: Any, **options: Any) -> dict[str, torch.Tensor]:
+def payload(source: Any) -> dict[str, torch.Tensor]:
     """Name to value, as an engine would get them."""
-    return {w.spec.name: w.read() for w in extract_weights(source, **options)}
+    return {w.spec.name: w.read() for w in extract_weights(source)}
 
 
 # -- tied and untied heads (C14) -----------------------------------------------------------
@@ -103,15 +103,6 @@ def test_parameters_and_persistent_buffers_are_sent_but_for_computed_tables() ->
     kept = [name for name in Buffered().state_dict() if name != "inv_freq"]
     assert list(get_model_metadata(Buffered())) == kept
     assert "table" not in get_model_metadata(Buffered())
-
-
-def test_counters_keep_their_dtype_when_weights_are_cast() -> None:
-    weights = extract_weights(Buffered(), dtype=torch.bfloat16)
-
-    dtypes = {w.spec.name: w.spec.dtype for w in weights}
-    assert dtypes.pop("norm.num_batches_tracked") == torch.int64
-    assert set(dtypes.values()) == {torch.bfloat16}
-    assert all(w.read().dtype == w.spec.dtype for w in weights)
 
 
 def test_extra_state_is_no_weight() -> None:
@@ -300,22 +291,12 @@ def test_extraction_reads_nothing_until_asked() -> None:
     assert weights[0].read().item() == 7.0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_cast_value_equals_torchs_own_cast(dtype: torch.dtype) -> None:
-    model = nn.Linear(3, 3)
-
-    values = payload(model, dtype=dtype)
-
-    assert torch.equal(values["weight"], model.weight.detach().to(dtype))
-    assert model.weight.dtype == torch.float32
-
-
 def test_extraction_leaves_gradients_and_training_mode_alone() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     before = model.weight.grad.clone()
 
-    payload(model, dtype=torch.bfloat16)
+    payload(model)
 
     assert torch.equal(model.weight.grad, before)
     assert model.training

@@ -27,10 +27,10 @@ class TwoLinears(nn.Module):
         self.register_module("absent", None)
 
 
-def known(model: nn.Module, dtype: torch.dtype | None = None) -> ExtractionCache:
+def known(model: nn.Module) -> ExtractionCache:
     """A cache that has seen the model."""
     cache = ExtractionCache()
-    cache.extract(model, dtype=dtype)
+    cache.extract(model)
     return cache
 
 
@@ -271,15 +271,6 @@ def test_parts_of_a_model_that_is_gone_say_so():
     gc.collect()
     with pytest.raises(WeightMismatchError, match="is gone"):
         part.read()
-
-
-def test_another_dtype_is_extracted_anew():
-    model = TwoLinears()
-    cache = known(model, torch.bfloat16)
-    assert_equal(cache.extract(model), extract_weights(model))
-    assert_equal(
-        cache.extract(model, dtype=torch.bfloat16), extract_weights(model, dtype=torch.bfloat16)
-    )
 
 
 def test_adapters_that_are_added_later_are_merged():

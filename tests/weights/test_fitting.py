@@ -65,6 +65,13 @@ def test_floating_weights_are_cast_and_all_others_stay(wish: object) -> None:
     assert all(values[n].dtype is DTYPES[n] for n in DTYPES.keys() - cast)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_cast_value_equals_torchs_own_cast(dtype: torch.dtype) -> None:
+    value = torch.randn(3, 3)
+
+    assert torch.equal(fitted({"w": value}, dtype=dtype)["w"], value.to(dtype))
+
+
 def test_without_a_wish_nothing_is_cast_whatever_the_engine_runs() -> None:
     assert fitted({"w": torch.ones(2)})["w"].dtype is torch.float32
 

@@ -14,7 +14,7 @@ from weight_update.engines.sglang_names import (
     loader_of,
 )
 from weight_update.engines.sglang_probe import ServerFacts
-from weight_update.weights.checkpoint import some_of
+from weight_update.errors import some_of
 from weight_update.weights.specs import TensorSpec
 
 _SHAPING = (

@@ -147,6 +147,8 @@ def _dtype_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
 
 
 def _vocabulary_of(config: Mapping[str, Any]) -> int | None:
+    if config.get("model_type") == "mllama":
+        return None  # its embedding has more rows than its output layer
     sizes = [part.get("vocab_size") for part in _parts_of_text(config)]
     return next((size for size in sizes if _is_count(size) and size > 0), None)
 

@@ -25,6 +25,12 @@ _STACKED: tuple[_Rename, ...] = (
     *_FUSED,
 )
 _LATENT = (r"\.(?:q_a_proj|kv_a_proj_with_mqa)\.", ".fused_qkv_a_proj_with_mqa.")
+# On GPUs a shared expert is one more of the others. (The first finds `gate_proj` and `up_proj` as
+# `_FUSED` has left them.)
+_SHARED: tuple[_Rename, ...] = (
+    (r"\.shared_experts\.gate_up_proj\.", ".experts.w13_"),
+    (r"\.shared_experts\.down_proj\.", ".experts.w2_"),
+)
 _GRANITE: tuple[_Rename, ...] = (
     (r"\.input_linear\.", ".experts.w13_"),
     (r"\.output_linear\.", ".experts.w2_"),
@@ -71,7 +77,7 @@ _LOADERS = {
     ),
     "GptOssForCausalLM": Loader(_STACKED),
     "GraniteMoeForCausalLM": Loader(_GRANITE),
-    "DeepseekV3ForCausalLM": Loader((*_EXPERTS, _LATENT), drafts=True),
+    "DeepseekV3ForCausalLM": Loader((*_EXPERTS, _LATENT, *_SHARED), drafts=True),
     **dict.fromkeys(
         ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
         Loader((_VISION, *_FUSED)),
@@ -82,10 +88,15 @@ _LOADERS = {
 }
 # Start arguments under which a server's weights have other names inside.
 _RENAMING = ("quantization", "enable_lora", "speculative_algorithm")
-# Loaders compute rotary tables themselves, and no digest covers the scales of a KV cache.
-_APART = re.compile(r"rotary_(?:pos_)?emb\.|\.(?:k|v|kv)_scale$")
-# What only a quantised weight has.
-_QUANTISED = re.compile(r"\.(?:weight_scale(?:_inv)?|input_scale|scales|qweight|weight_packed)$")
+# Buffers that models make themselves (rotary tables, positions, Gemma's factors), and the scales
+# of a KV cache, which no digest covers.
+_APART = re.compile(
+    r"rotary_(?:pos_)?emb\.|\.(?:(?:k|v|kv)_scale|position_ids|gemma_weight|normalizer)$"
+)
+# What only a quantised weight has; of experts, behind `w13_` or `w2_`.
+_QUANTISED = re.compile(
+    r"\.(?:w13_|w2_)?(?:weight_scale(?:_inv)?|input_scale|scales|qweight|weight_packed)$"
+)
 _MULTIMODAL = "ForConditionalGeneration"
 _TOWER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|image_tower|multi_modal_projector)\.")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

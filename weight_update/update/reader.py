@@ -19,6 +19,8 @@ from weight_update.update.protocols import Packer
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.growing_plan import GrowingPlan
+from weight_update.weights.specs import Weight
+from weight_update.weights.stream import Stream
 
 T = TypeVar("T")
 
@@ -61,6 +63,7 @@ class Reader:
         self._plan = plan
         self.check = check
         self._running: Future[Packed | None] | None = None
+        self._over = False
 
     def start(self, index: int) -> None:
         """Begins to read a bucket."""
@@ -80,7 +83,8 @@ class Reader:
         return packed
 
     def let_go(self) -> None:
-        """Ends without a bucket that is still being packed."""
+        """Ends without a bucket that is still being packed, or not even read."""
+        self._over = True
         running, self._running = self._running, None
         if running is not None and not wait([running], timeout=_LET_GO_SECONDS).done:
             self._packer.abandon()
@@ -88,7 +92,26 @@ class Reader:
     def _pack(self, index: int, stream: AbstractContextManager[object]) -> Packed | None:
         with stream:
             bucket = self._plan.take(index)
-            return None if bucket is None else Packed(bucket, self._packer.pack(bucket))
+            if bucket is None or self._over:  # the packer serves another update by now
+                return None
+            return Packed(bucket, self._packer.pack(bucket))
+
+
+def begin(stream: Stream, deadline: Deadline) -> Weight:
+    """The first weight of a stream, read as all others are: in a thread of its own.
+
+    What the generator holds open meanwhile, such as ``torch.no_grad``, is not the caller's then.
+
+    Raises:
+        UpdateTimeout: It could not be read by the deadline.
+    """
+    reading = spawn(_head, stream, callers_stream())
+    return in_time(reading, "the first weight of the stream", "plan", deadline, nobody_else)
+
+
+def _head(stream: Stream, device: AbstractContextManager[object]) -> Weight:
+    with device:
+        return stream.head()
 
 
 def in_time(

@@ -21,6 +21,7 @@ from weight_update.errors import (
     ConfigurationError,
     EngineRejected,
     WeightMismatchError,
+    some_of,
 )
 from weight_update.facts import Digests, Part
 from weight_update.options import Verify
@@ -35,7 +36,6 @@ from weight_update.weights.specs import Weight
 _SPREAD = 6
 # Engines are asked in threads, and reading a merged weight changes what is kept for its layer.
 _reading = threading.Lock()
-_SHOWN = 3
 # Computed by the engine itself, and parts that some engines cannot cut out of a fused weight.
 _NOT_READ_BACK = re.compile(r"rotary_emb\.|\.[kv]_proj\.")
 # What an engine may keep a sent value as; read back, it is one of these, exactly.
@@ -99,14 +99,9 @@ def learn(member: Member, deadline: Deadline) -> None:
 
 def _name_trouble(unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[str]:
     if unknown:
-        yield f"it does not know {len(unknown)} of the weights and would ignore {_some(unknown)}"
+        yield f"it does not know {len(unknown)} of the weights and would ignore {some_of(unknown)}"
     if lacking:
-        yield f"{len(lacking)} of its own weights would stay old: {_some(lacking)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = ", ..." if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+        yield f"{len(lacking)} of its own weights would stay old: {some_of(lacking)}"
 
 
 def _not_readable(member: Member, names: Sequence[str], deadline: Deadline) -> list[str]:
@@ -329,7 +324,7 @@ def _mismatch(odd: Mapping[Member, Sequence[str]]) -> WeightMismatchError:
     """Notes which engines hold something else than was sent, and says so."""
     for member, names in odd.items():
         member.attempt.suspicion = (
-            f"it does not hold what was sent: {len(names)} weight(s) differ, {_some(names)}"
+            f"it does not hold what was sent: {len(names)} weight(s) differ, {some_of(names)}"
         )
     first = next(iter(odd))
     return WeightMismatchError(

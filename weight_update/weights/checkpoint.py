@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weight_update.errors import ConfigurationError, Phase, WeightMismatchError
+from weight_update.errors import ConfigurationError, Phase, WeightMismatchError, some_of
 from weight_update.weights.specs import TensorSpec, Weight
 
 INDEX = "model.safetensors.index.json"
@@ -341,13 +341,3 @@ def refuse_packed(path: Path, specs: Sequence[TensorSpec], *, quantised: bool) -
             phase="plan",
             remedy="dequantise the model, and save it again",
         )
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first names of many, for a message.
-
-    Example:
-        >>> some_of(["a", "b", "c", "d"])
-        "'a', 'b', 'c', ..."
-    """
-    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")

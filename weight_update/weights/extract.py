@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.errors import ConfigurationError, WeightMismatchError
+from weight_update.errors import ConfigurationError, WeightMismatchError, some_of
 from weight_update.weights.checkpoint import Checkpoint
 from weight_update.weights.families.convert import as_checkpoint
-from weight_update.weights.fitting import with_dtype
 from weight_update.weights.lora.entries import Changes, Entry
 from weight_update.weights.lora.merge import adapter_model, merged_copy, merged_tensors
 from weight_update.weights.names import bare_name, unwrap
@@ -50,13 +49,12 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
     return {spec.name: (spec.dtype, torch.Size(spec.shape)) for spec in specs}
 
 
-def extract_weights(source: Any, *, dtype: torch.dtype | None = None) -> tuple[Weight, ...]:
+def extract_weights(source: Any) -> tuple[Weight, ...]:
     """The weights of a module, a mapping, a TensorDict or a checkpoint, values read later.
 
     Args:
         source: A module, a mapping of names to tensors, a TensorDict (nested or flat), or a
             checkpoint on disk.
-        dtype: Floating tensors are cast to it when they are read; others keep theirs.
 
     Raises:
         ConfigurationError: There is nothing in it, or it is no source of weights.
@@ -66,7 +64,7 @@ def extract_weights(source: Any, *, dtype: torch.dtype | None = None) -> tuple[W
         >>> [weight.spec.name for weight in extract_weights({"a": torch.zeros(1)})]
         ['a']
     """
-    weights = tuple(with_dtype(weight, dtype) for weight in _weights_of(source))
+    weights = tuple(_weights_of(source))
     if not weights:
         raise ConfigurationError(
             f"{type(source).__name__} has no weights to send",
@@ -160,7 +158,7 @@ def _flattened(source: Any) -> dict[str, Any]:
 def _from_mapping(tensors: Mapping[str, Any]) -> Iterator[Weight]:
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
     if wrong:
-        raise WeightMismatchError(f"not tensors: {', '.join(map(repr, wrong[:20]))}", phase="plan")
+        raise WeightMismatchError(f"not tensors: {some_of(wrong, 20)}", phase="plan")
     for name, tensor in tensors.items():
         yield _weight(name, tensor)
 

@@ -13,7 +13,6 @@ from torch import nn
 from weight_update.errors import WeightMismatchError
 from weight_update.weights.extract import extract_weights, from_state_dict
 from weight_update.weights.families.convert import Converter
-from weight_update.weights.fitting import with_dtype
 from weight_update.weights.lora.merge import is_plain, merges_itself
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.shards.gather import is_shard
@@ -38,17 +37,17 @@ class ExtractionCache:
     def __init__(self) -> None:
         self._known: _Known | None = None
 
-    def extract(self, source: Any, *, dtype: torch.dtype | None = None) -> tuple[Weight, ...]:
+    def extract(self, source: Any) -> tuple[Weight, ...]:
         """As :func:`extract_weights`."""
         if not isinstance(source, nn.Module):
-            return extract_weights(source, dtype=dtype)
+            return extract_weights(source)
         module = unwrap(source)
-        if self._known is None or not self._known.holds_for(module):
+        known = self._known  # another thread may extract another model meanwhile
+        if known is None or not known.holds_for(module):
             # These hold their tensors, so that a model that nobody keeps can be sent.
             self._known = _known(module)
-            return extract_weights(module, dtype=dtype)
-        weights = self._known.weights
-        return weights if dtype is None else tuple(with_dtype(each, dtype) for each in weights)
+            return extract_weights(module)
+        return known.weights
 
 
 class _Owned:
@@ -65,7 +64,7 @@ class _Owned:
         owner = self.owner()
         if owner is None:
             raise WeightMismatchError(f"the module that owned {self.key!r} is gone", phase="plan")
-        tensor: torch.Tensor = getattr(owner, self.key)
+        tensor: torch.Tensor = owner.__getattr__(self.key)  # as the model was looked at
         return tensor.detach()
 
     def rows(self, first: int, end: int) -> torch.Tensor:

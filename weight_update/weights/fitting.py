@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from weight_update.errors import ConfigurationError, WeightMismatchError
+from weight_update.errors import ConfigurationError, WeightMismatchError, some_of
 from weight_update.facts import Intake
 from weight_update.weights import fp8
-from weight_update.weights.families.fused import Torn, incomplete
+from weight_update.weights.families.fused import incomplete
 from weight_update.weights.reading import read_in_turn
 from weight_update.weights.specs import TensorSpec, Weight
 
@@ -178,7 +178,7 @@ def check_finite(weights: Sequence[Weight]) -> None:
     ]
     if bad:
         raise WeightMismatchError(
-            f"{len(bad)} weight(s) hold NaN or infinity: {_some(bad)}",
+            f"{len(bad)} weight(s) hold NaN or infinity: {some_of(bad, _SHOWN)}",
             phase="plan",
             remedy="no engine was touched; go back to a sound checkpoint of the trainer",
         )
@@ -197,18 +197,10 @@ def refuse_torn(
     if refused:
         raise ConfigurationError(
             f"{len(refused)} set(s) of weights that the engine fuses are incomplete: "
-            f"{'; '.join(map(_told, refused[:_SHOWN]))}",
+            f"{'; '.join(map(str, refused[:_SHOWN]))}",
             phase="plan",
             remedy="push all weights of a fused module together, or the whole model",
         )
-
-
-def _told(torn: Torn) -> str:
-    return f"{_some(torn.given, 3)} without {_some(torn.lacking, 3)}"
-
-
-def _some(names: Sequence[str], count: int = _SHOWN) -> str:
-    return ", ".join(map(repr, names[:count])) + (", ..." if len(names) > count else "")
 
 
 def _is_floating(dtype: torch.dtype) -> bool:
@@ -327,7 +319,7 @@ def _to_be_quantised(weights: Sequence[Weight], intake: Intake) -> frozenset[str
     bare = sorted(done - {w.spec.name.removesuffix(fp8.SCALE) for w in weights if _is_scale(w)})
     if bare:
         raise WeightMismatchError(
-            f"{len(bare)} weight(s) are fp8 and come without their scales: {_some(bare)}",
+            f"{len(bare)} weight(s) are fp8 and come without their scales: {some_of(bare, _SHOWN)}",
             phase="plan",
             remedy=f"push name{fp8.SCALE} with each, or the weights before they were quantised",
         )

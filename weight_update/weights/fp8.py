@@ -129,6 +129,7 @@ def _quantise(
     grid = (scales.shape[0], block[0], scales.shape[1], block[1])
     blocks = padded.reshape(grid)
     largest = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3)))
-    scales.copy_(torch.where(largest == 0, 1.0, largest / _LARGEST))
+    found = largest / _LARGEST
+    scales.copy_(torch.where(found == 0, 1.0, found))  # of subnormal numbers it is 0 too
     scaled = (blocks / scales[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
     quantised.copy_(scaled.flatten(2, 3).flatten(0, 1)[:rows, :columns])

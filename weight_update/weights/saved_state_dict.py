@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weight_update.errors import ConfigurationError, WeightMismatchError
+from weight_update.errors import ConfigurationError, WeightMismatchError, some_of
 from weight_update.weights.checkpoint import (
     CONVERT,
     Checkpoint,
@@ -18,7 +18,6 @@ from weight_update.weights.checkpoint import (
     read_config,
     refuse_another,
     refuse_packed,
-    some_of,
 )
 from weight_update.weights.names import bare_name
 from weight_update.weights.specs import TensorSpec, Weight

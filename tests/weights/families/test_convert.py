@@ -206,9 +206,7 @@ class Odds(nn.Module):
 
 
 def test_buffers_follow_one_rule_computed_tables_stay_and_all_else_is_sent() -> None:
-    weights = {w.spec.name: w for w in extract_weights(Odds(), dtype=torch.bfloat16)}
-
-    assert list(weights) == [
+    assert [weight.spec.name for weight in extract_weights(Odds())] == [
         "gate.weight",
         "gate.e_score_correction_bias",
         "norm.weight",
@@ -218,5 +216,3 @@ def test_buffers_follow_one_rule_computed_tables_stay_and_all_else_is_sent() -> 
         "norm.num_batches_tracked",
         "mtp.lm_head.weight",
     ]
-    assert weights["norm.num_batches_tracked"].read().dtype is torch.int64
-    assert weights["norm.running_mean"].read().dtype is torch.bfloat16

@@ -72,8 +72,7 @@ class Duty:
         """One update at a time: the ranks would not agree whose gather comes first."""
         if not self.desk.busy.acquire(timeout=self.deadline.remaining()):
             raise UpdateTimeout(
-                f"another update of rank {self.rank} still ran after "
-                f"{self.deadline.seconds:.1f} s",
+                f"another update of rank {self.rank} still ran after {self.deadline.seconds:.1f} s",
                 phase="plan",
             )
         self.entered = True

@@ -96,7 +96,8 @@ class Follower:
         """Nobody shall wait for a rank that leaves."""
         with suppress(WeightUpdateError):
             self._channel.remove(messages.ready_key(self._duty.rank))
-            self._complain(interrupt)
+            if self._attempt:
+                self._complain(interrupt)
 
     def _await(self, key: str) -> dict[str, Any]:
         message = self._seen(key, self._duty.deadline)

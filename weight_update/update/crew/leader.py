@@ -42,18 +42,12 @@ class Leader:
             WeightUpdateError: What ``update`` raised, or a rank that is missing or failed.
         """
         try:
-            if self._duty.trouble is not None:
-                self.lead()
-            report = update()
+            report = self._updated(update)
             self._say({"report": report.to_dict()})
-        except BaseException as error:
-            with suppress(Exception):  # the first error is the one to raise
-                self._dismiss(error)
-            raise
+            self._await_hearing()
+            return report
         finally:
             self._over = True
-        self._await_hearing()
-        return report
 
     def lead(self) -> tuple[Weight, ...]:
         """Waits until every rank is ready, and returns the weights, which then are read together.
@@ -80,6 +74,16 @@ class Leader:
         if fault is not None:
             raise messages.error_of_rank(fault["rank"], fault["error"])
 
+    def _updated(self, update: Update) -> UpdateReport:
+        try:
+            if self._duty.trouble is not None:
+                self.lead()
+            return update()
+        except BaseException as error:
+            with suppress(Exception):  # the first error is the one to raise
+                self._dismiss(error)
+            raise
+
     def _dismiss(self, error: BaseException) -> None:
         if not self._duty.entered:  # it failed before it asked for the weights
             self._duty.deadline = self._duty.deadline.afresh(LET_GO_SECONDS)
@@ -95,12 +99,11 @@ class Leader:
         for pause in messages.pauses():
             heard = {rank: messages.heard_key(self._attempt, rank) for rank in waiting}
             waiting -= {rank for rank, key in heard.items() if self._channel.remove(key)}
-            if not waiting:
-                return self._sweep()
-            if end.expired():
-                return None
+            if not waiting or end.expired():
+                break
             end.sleep(pause)
-        return None
+        if not waiting:
+            self._sweep()
 
     def _muster(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every other rank and what it has to say, as they come; each is told where to listen."""

@@ -1,14 +1,14 @@
 """What the ranks say to each other, under which keys, and how long they listen.
 
-========================= ============= ===================================================
-key                       from          message
-========================= ============= ===================================================
-``ready/{rank}``          a follower    its token, digests of its weights, or its error
-``answer/{token}``        the leader    where it will speak, and for how long
-``{attempt}/{number}``    the leader    what is read next; at last the report, or the error
-``{attempt}/fault``       a follower    the error of a read that failed
-``{attempt}/heard/{rank}`` a follower   that it knows how it ended
-========================= ============= ===================================================
+========================== ========== ===================================================
+key                        from       message
+========================== ========== ===================================================
+``ready/{rank}``           a follower its token, digests of its weights, or its error
+``answer/{token}``         the leader where it will speak, and for how long
+``{attempt}/{number}``     the leader what is read next; at last the report, or the error
+``{attempt}/fault``        a follower the error of a read that failed
+``{attempt}/heard/{rank}`` a follower that it knows how it ended
+========================== ========== ===================================================
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from weight_update.errors import some_of
+
 # What a module is called, and what engines fuse it into. Read in the stacked parameters of
 # SGLang's and vLLM's model classes; a set is the whole of a fusion, and so may be larger than
 # what one model has of it.
@@ -109,7 +111,7 @@ class Torn:
     halves_are_lost: bool = False
 
     def __str__(self) -> str:
-        return f"{', '.join(self.given)} without {', '.join(self.lacking)}"
+        return f"{some_of(self.given)} without {some_of(self.lacking)}"
 
 
 def incomplete(names: Iterable[str], known_names: Iterable[str] | None = None) -> list[Torn]:
@@ -121,8 +123,8 @@ def incomplete(names: Iterable[str], known_names: Iterable[str] | None = None) -
             kind always have.
 
     Example:
-        >>> [str(torn) for torn in incomplete(["a.q_proj.weight", "a.k_proj.weight"])]
-        ['a.q_proj.weight, a.k_proj.weight without a.v_proj.weight']
+        >>> print(*incomplete(["a.q_proj.weight", "a.k_proj.weight"]))
+        'a.q_proj.weight', 'a.k_proj.weight' without 'a.v_proj.weight'
         >>> incomplete(["a.q_proj.weight"], known_names=["a.q_proj.weight", "norm.weight"])
         []
     """

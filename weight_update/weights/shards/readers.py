@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from weight_update.weights.shards.wrapped import is_wrapped
 
 
 def readers_of(source: Any, ranks: int) -> set[int]:
-    """Ranks of the trainer that hold parts of a model; none when each holds it whole.
+    """Ranks of the trainer that hold parts of the weights; none when each holds them whole.
 
     Args:
         source: What an update is given.
@@ -21,9 +22,13 @@ def readers_of(source: Any, ranks: int) -> set[int]:
         >>> readers_of(nn.Linear(1, 1), 4)
         set()
     """
-    if not isinstance(source, nn.Module):
-        return set()
-    if is_wrapped(source):
+    if isinstance(source, nn.Module) and is_wrapped(source):
         return set(range(ranks))
-    sharded = (parameter for parameter in source.parameters() if is_shard(parameter))
+    sharded = (tensor for tensor in _tensors_of(source) if is_shard(tensor))
     return {rank for shard in sharded for rank in ranks_of(shard) or range(ranks)}
+
+
+def _tensors_of(source: Any) -> Iterable[Any]:
+    if isinstance(source, nn.Module):
+        return source.parameters()
+    return source.values() if isinstance(source, Mapping) else ()
