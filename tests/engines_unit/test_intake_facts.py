@@ -167,6 +167,26 @@ def test_a_configuration_is_read_from_the_folder_that_is_named(tmp_path: Path) -
     assert read_config(str(tmp_path)) == {"vocab_size": 5}
 
 
+@pytest.mark.parametrize(
+    ("beside", "kind"),
+    [
+        ({"quantization": {"quant_algo": "FP8"}}, "modelopt FP8"),
+        ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, None),
+        ({"quantization": "FP8"}, None),
+        ({}, None),
+    ],
+)
+def test_a_quantisation_that_is_told_in_a_file_of_its_own_is_found(
+    tmp_path: Path, beside: dict[str, Any], kind: str | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+
+    found = intake({}, read_config(str(tmp_path)))
+
+    assert (found.quantization, found.vocabulary) == (kind, 5)
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\x00", '{"a": ' * 50_000])
 def test_what_is_no_configuration_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -105,6 +105,33 @@ def test_a_generator_that_hangs_ends_at_the_deadline(engine: ReferenceEngine) ->
     assert kit.served(engine) == kit.tokens_of(2)
 
 
+def test_a_generator_that_hangs_at_its_first_item_ends_at_the_deadline(
+    engine: ReferenceEngine,
+) -> None:
+    let = threading.Event()
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        let.wait(60)
+        yield from pairs(kit.llama(1))
+
+    with kit.make_sender(engine, timeout=2.0) as sender:
+        with pytest.raises(UpdateTimeout, match="the weights could not be read"):
+            sender.update_weights(slow())
+        let.set()
+        sender.update_weights(kit.llama(2))
+    assert kit.served(engine) == kit.tokens_of(2)
+
+
+def test_what_a_generator_does_to_its_thread_stays_there(engine: ReferenceEngine) -> None:
+    def without_gradients() -> Iterator[tuple[str, torch.Tensor]]:
+        with torch.no_grad():
+            yield from pairs(kit.llama(1))
+
+    with kit.make_sender(engine, bucket_bytes=BUCKET) as sender:
+        sender.update_weights(without_gradients())
+    assert torch.is_grad_enabled()
+
+
 def test_a_name_that_the_engine_does_not_know_is_refused_before_its_bucket_leaves(
     engine: ReferenceEngine,
 ) -> None:

@@ -11,12 +11,11 @@ import torch
 
 from tests.update.fakes import FakePacker
 from weight_update.errors import UpdateTimeout, WeightUpdateError
-from weight_update.update.reader import Reader, begin, nobody_else
+from weight_update.update.reader import Reader, nobody_else
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, plan_buckets
 from weight_update.weights.extract import extract_weights
 from weight_update.weights.growing_plan import GrowingPlan, is_last
-from weight_update.weights.stream import Stream
 
 WEIGHTS = extract_weights({name: torch.zeros(2) for name in "abc"})
 PLAN = plan_buckets(WEIGHTS, 8)
@@ -96,28 +95,6 @@ def test_a_bucket_that_is_read_after_all_is_not_packed_into_what_the_next_update
     let.set()
     assert late.result(20) is None
     assert packed == []
-
-
-def test_what_a_generator_holds_open_is_not_the_callers() -> None:
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        with torch.no_grad():
-            yield "a", torch.zeros(2)
-
-    stream = Stream(values())
-    assert begin(stream, Deadline(20)).spec.name == "a"
-    assert torch.is_grad_enabled()
-
-
-def test_a_stream_that_does_not_begin_in_time_ends_in_a_typed_error() -> None:
-    let = threading.Event()
-
-    def values() -> Iterator[tuple[str, torch.Tensor]]:
-        assert let.wait(20)
-        yield "a", torch.zeros(2)
-
-    with pytest.raises(UpdateTimeout, match=r"first weight .* could not be read in 0\.1 s"):
-        begin(Stream(values()), Deadline(0.1))
-    let.set()
 
 
 def test_buffers_are_kept_when_nothing_is_under_way():

@@ -340,6 +340,30 @@ def test_a_sparse_buffer_that_is_not_sent_does_no_harm():
     assert_equal(cache.extract(model), extract_weights(model))
 
 
+def test_another_thread_that_extracts_another_model_meanwhile_does_not_change_whose_weights_come(
+    monkeypatch,
+):
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    cache = known(one)
+    holds_for = extraction_cache._Known.holds_for
+
+    def and_then_comes_another(self, module):
+        found = holds_for(self, module)
+        if module is one:
+            cache.extract(other)
+        return found
+
+    monkeypatch.setattr(extraction_cache._Known, "holds_for", and_then_comes_another)
+    assert_equal(cache.extract(one), extract_weights(one))
+
+
+def test_an_attribute_in_front_of_a_parameter_is_not_its_value():
+    model = TwoLinears()
+    cache = known(model)
+    model.first.__dict__["weight"] = torch.ones(4, 4)
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
 def test_a_model_without_weights_is_refused():
     with pytest.raises(ConfigurationError, match="no weights to send"):
         ExtractionCache().extract(nn.Identity())

@@ -249,3 +249,26 @@ def test_an_error_of_the_iterator_is_the_users_to_see() -> None:
 
     with pytest.raises(KeyError, match=r"layers\.1"):
         names_of(Stream(pairs()).batches(8))
+
+
+def test_nothing_more_is_asked_for_after_its_end() -> None:
+    asked: list[int] = []
+
+    def endless() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(1000):
+            asked.append(index)
+            yield str(index), EIGHT_BYTES
+
+    stream = Stream(endless())
+    batches = stream.batches(8)
+    next(batches)
+    stream.end()
+    assert len(list(batches)) <= 1
+    assert len(asked) == 2
+
+
+def test_a_stream_that_was_not_begun_can_be_read_after_an_update_that_failed() -> None:
+    stream = stream_of("a", "b")
+    stream.head()
+    stream.end()
+    assert names_of(stream.batches(8)) == [["a"], ["b"]]

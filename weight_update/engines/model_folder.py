@@ -15,6 +15,8 @@ _INDEX_BYTES = 256 << 20
 def read_config(model_path: Any) -> dict[str, Any]:
     """``config.json`` of a model's folder; empty where that cannot be read here.
 
+    ModelOpt may tell of its quantisation in a file of its own, which is read too.
+
     Only an absolute path is looked at: a name on a hub, or a path from the server's own working
     directory, may mean something else on this machine.
 
@@ -22,7 +24,8 @@ def read_config(model_path: Any) -> dict[str, Any]:
         >>> read_config("/nowhere"), read_config("org/name"), read_config(None)
         ({}, {}, {})
     """
-    return _object(_folder(model_path), "config.json", _CONFIG_BYTES)
+    folder = _folder(model_path)
+    return _quantisation_beside(folder) | _object(folder, "config.json", _CONFIG_BYTES)
 
 
 def read_scaled(model_path: Any) -> frozenset[str] | None:
@@ -31,6 +34,12 @@ def read_scaled(model_path: Any) -> frozenset[str] | None:
     weight_map = _object(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
     names: Iterable[str] = weight_map if isinstance(weight_map, dict) else _header(folder)
     return frozenset(n.removesuffix(_SCALE) for n in names if n.endswith(_SCALE)) or None
+
+
+def _quantisation_beside(folder: Path | None) -> dict[str, Any]:
+    found = _object(folder, "hf_quant_config.json", _CONFIG_BYTES).get("quantization")
+    kind = found.get("quant_algo") if isinstance(found, dict) else None
+    return {"quantization_config": {"quant_method": f"modelopt {kind}"}} if kind else {}
 
 
 def _folder(model_path: Any) -> Path | None:

@@ -25,45 +25,54 @@ class PushPayload(Protocol):
         """Runs the update."""
 
 
-def update_with_ranks(
-    source: Callable[[], Any],
-    read: Callable[[Any], Payload],
-    push: PushPayload,
-    followed: Callable[[UpdateReport], None],
-    deadline: Deadline,
-) -> UpdateReport:
-    """Runs ``push`` here, or follows the rank that does, if the source is held in parts.
+class Ranks:
+    """Runs updates with the ranks that hold parts of a model, if there are any."""
 
-    Args:
-        source: Returns what is to be sent.
-        read: Makes the weights of it.
-        push: Updates the engines.
-        followed: Told of the report on ranks that do not talk to the engines.
-        deadline: By when every rank must have come.
+    def __init__(self) -> None:
+        self._known: frozenset[int] = frozenset()
 
-    Raises:
-        WeightUpdateError: The same on all ranks.
-    """
-    channel = open_channel()
-    if channel is None:
-        return push(lambda: read(source()))
-    crew, payload, given = None, Payload(), None
-    try:
-        given = source()
-        payload = read(given)
-        crew = Crew.of(payload.weights, open_channel)
-    except Exception as error:  # noqa: BLE001 - raised on every rank
-        crew = Crew.without_weights(sorted(readers_of(given, channel.ranks)), error, open_channel)
+    def update(
+        self,
+        source: Callable[[], Any],
+        read: Callable[[Any], Payload],
+        push: PushPayload,
+        followed: Callable[[UpdateReport], None],
+        deadline: Deadline,
+    ) -> UpdateReport:
+        """Runs ``push`` here, or follows the rank that does, if the source is held in parts.
+
+        Args:
+            source: Returns what is to be sent.
+            read: Makes the weights of it.
+            push: Updates the engines.
+            followed: Told of the report on ranks that do not talk to the engines.
+            deadline: By when every rank must have come.
+
+        Raises:
+            WeightUpdateError: The same on all ranks.
+        """
+        channel = open_channel()
+        if channel is None:
+            return push(lambda: read(source()))
+        crew, payload = None, Payload()
+        try:
+            given = source()
+            self._known = frozenset(readers_of(given, channel.ranks))
+            payload = read(given)
+            crew = Crew.of(payload.weights, open_channel)
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            # Who read the last update waits for this one, even if there is nothing to look at.
+            crew = Crew.without_weights(self._known, error, open_channel)
+            if crew is None:
+                return push(_raising(error))
         if crew is None:
-            return push(_raising(error))
-    if crew is None:
-        return push(lambda: payload)
-    report = crew.run(
-        lambda: push(lambda: replace(payload, weights=crew.lead()), crew.check), deadline
-    )
-    if not crew.leads:
-        followed(report)
-    return report
+            return push(lambda: payload)
+        report = crew.run(
+            lambda: push(lambda: replace(payload, weights=crew.lead()), crew.check), deadline
+        )
+        if not crew.leads:
+            followed(report)
+        return report
 
 
 def refuse_shards(source: Any) -> None:

@@ -15,7 +15,7 @@ from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions, parse_device, parse_server_urls
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.schemes.adapter_push import AdapterPush
-from weight_update.schemes.ranks import update_with_ranks
+from weight_update.schemes.ranks import Ranks
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import open_group
 from weight_update.update.planning import Payload
@@ -95,6 +95,7 @@ class SGLangCollectiveTransport:
         self._metadata: Metadata | None = None
         self._extraction = ExtractionCache()
         self._model_device: Callable[[], torch.device | None] = _default_device
+        self._ranks = Ranks()
         self._process = os.getpid()
         by_itself = self._options.lora == "adapter"
         self._open_adapter_push = open_adapter_push
@@ -246,7 +247,7 @@ class SGLangCollectiveTransport:
             self._updater.version = report.version
             counted(report.version)
 
-        return update_with_ranks(
+        return self._ranks.update(
             lambda: provided(source()),
             lambda given: self._payload(given, whole),
             push,
@@ -318,7 +319,7 @@ class SGLangCollectiveTransport:
     def _payload(self, source: Any, whole: bool | None) -> Payload:
         whole = is_whole(source) if whole is None else whole
         if isinstance(source, Stream):
-            return Payload((source.head(),), whole, source)
+            return Payload((), whole, source)
         return Payload(self._extract(source), whole)
 
     def _extract(self, source: Any) -> tuple[Weight, ...]:

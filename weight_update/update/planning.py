@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,15 @@ class Payload:
     weights: Sequence[Weight] = ()
     whole: bool = True
     stream: Stream | None = None
+
+    def end(self) -> None:
+        """Nothing more is read from a stream by a thread that was left behind."""
+        if self.stream is not None:
+            self.stream.end()
+
+    def begun(self) -> Payload:
+        """The same, with the first weight of a stream."""
+        return self if self.stream is None else replace(self, weights=(self.stream.head(),))
 
 
 def planned(

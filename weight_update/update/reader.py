@@ -19,8 +19,6 @@ from weight_update.update.protocols import Packer
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.growing_plan import GrowingPlan
-from weight_update.weights.specs import Weight
-from weight_update.weights.stream import Stream
 
 T = TypeVar("T")
 
@@ -95,23 +93,6 @@ class Reader:
             if bucket is None or self._over:  # the packer serves another update by now
                 return None
             return Packed(bucket, self._packer.pack(bucket))
-
-
-def begin(stream: Stream, deadline: Deadline) -> Weight:
-    """The first weight of a stream, read as all others are: in a thread of its own.
-
-    What the generator holds open meanwhile, such as ``torch.no_grad``, is not the caller's then.
-
-    Raises:
-        UpdateTimeout: It could not be read by the deadline.
-    """
-    reading = spawn(_head, stream, callers_stream())
-    return in_time(reading, "the first weight of the stream", "plan", deadline, nobody_else)
-
-
-def _head(stream: Stream, device: AbstractContextManager[object]) -> Weight:
-    with device:
-        return stream.head()
 
 
 def in_time(

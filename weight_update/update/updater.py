@@ -50,6 +50,7 @@ _JUDGE_SECONDS = 1.0
 # Who does not answer is met again when engines are inspected, with the others.
 _DISCOVERY_SHARE = 0.25
 _PLANNING_SHARE = 0.5
+_LAST_WORDS_SECONDS = 1.0
 # What an engine can do to an attempt; everything else would fail without it as well.
 _ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
@@ -184,6 +185,8 @@ class Updater:
                 except BaseException:
                     self._release(Fleet(self.roster.members), run)
                     raise
+                finally:
+                    run.payload.end()
             self._warn(run.warnings)
             return self._report(run)
 
@@ -252,7 +255,7 @@ class Updater:
         for member in self.roster.members:
             member.start(Attempt())
         with run.watch.running("plan"):
-            run.payload = run.push.read()
+            run.payload = self._read(run)
             refuse_meta(run.payload.weights)
             if not self.roster.complete:
                 self.roster.discover(run.deadline.share(_DISCOVERY_SHARE))
@@ -260,6 +263,18 @@ class Updater:
                 run.warnings += [f"{m.url} {m.detail}" for m in self.roster.members if m.left_out]
             check_quorum(self.options.quorum, len(self.roster.members))
             self._leave_out_the_incomplete(run)
+
+    def _read(self, run: _Run) -> Payload:
+        """The weights; whoever makes them may hang, and may change the thread it runs in."""
+
+        def read(stream: AbstractContextManager[object]) -> Payload:
+            with stream:
+                return run.push.read().begun()
+
+        # Ranks that do not come are waited for until the deadline, and named then.
+        deadline = run.deadline.afresh(run.deadline.remaining() + _LAST_WORDS_SECONDS)
+        reading = spawn(read, callers_stream())
+        return in_time(reading, "the weights", "plan", deadline, nobody_else)
 
     def _leave_out_the_incomplete(self, run: _Run) -> None:
         """Under a quorum, a push of some weights passes by engines that need more than those."""

@@ -18,6 +18,7 @@ from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.shards.wrapped import is_wrapped
 from weight_update.weights.specs import Weight
+from weight_update.weights.state import state_of
 
 
 class ExtractionCache:
@@ -64,8 +65,9 @@ class _Owned:
         owner = self.owner()
         if owner is None:
             raise WeightMismatchError(f"the module that owned {self.key!r} is gone", phase="plan")
-        tensor: torch.Tensor = owner.__getattr__(self.key)  # as the model was looked at
-        return tensor.detach()
+        tensor: Any = owner.__getattr__(self.key)  # as the model was looked at
+        value: torch.Tensor = tensor.detach()
+        return value
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         return self.read()[first:end]
@@ -103,7 +105,7 @@ class _Known:
     def holds_for(self, module: nn.Module) -> bool:
         if self.module() is not module or merges_itself(module):
             return False
-        state: dict[str, Any] = module.state_dict(keep_vars=True)
+        state = state_of(module)
         values = list(state.values())
         return self.names == tuple(state) and _are_at(self.entries, values)
 
@@ -132,7 +134,7 @@ def _known(module: nn.Module) -> _Known | None:
     """What to remember; None where names and places in memory do not tell all."""
     if is_wrapped(module) or not is_plain(module):
         return None
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    state = state_of(module)
     owned = {bare_name(name): own for name in state if (own := _owned(module, name))}
     if not state or len(owned) < len(state) or not all(map(_is_plain, state.values())):
         return None

@@ -44,7 +44,11 @@ class Stream:
         self.whole = whole
         self._first: list[_Item] = []
         self._items = _items(pairs)
-        self._taken = False
+        self._taken = self._over = False
+
+    def end(self) -> None:
+        """Asks for nothing more once it was begun, also in a thread that was left behind."""
+        self._over = self._taken
 
     def head(self) -> Weight:
         """The first weight, which is read and kept for the first batch.
@@ -104,6 +108,8 @@ class Stream:
             _log.warning("name_map: %s matched no name", ", ".join(map(repr, rename.idle)))
 
     def _next(self) -> _Item | None:
+        if self._over:
+            return None
         return self._first.pop() if self._first else next(self._items, None)
 
     def _refuse_second_pass(self) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError
 from weight_update.weights.extract import extract_weights, get_model_metadata
+from weight_update.weights.extraction_cache import ExtractionCache
+from weight_update.weights.lora.export import adapter_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -273,3 +275,72 @@ def test_an_fp8_base_under_an_adapter_is_refused_since_its_scales_are_elsewhere(
 
     with pytest.raises(ConfigurationError, match=r"mlp\.up\.weight.*float8"):
         extract_weights(under_an_adapter(base))
+
+
+def lay_out_for_inference(model: nn.Module) -> nn.Module:
+    """As a forward in eval mode does it to 4-bit layers on a CPU that computes in bf16."""
+    for layer in model.modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            weight = layer.weight
+            weight.data, weight.quant_state = bitsandbytes.functional._convert_weight_packed_for_cpu(
+                weight.data, weight.quant_state
+            )
+    return model
+
+
+def insides(model: nn.Module) -> list[torch.Tensor]:
+    """What 4-bit layers compute with; unlike a `state_dict`, this changes nothing."""
+    layers = [layer for layer in model.modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)]
+    assert all(layer.weight.quant_state.packing_format_for_cpu for layer in layers)
+    pairs = [(layer.weight.data, layer.weight.quant_state.absmax) for layer in layers]
+    return [tensor.clone() for pair in pairs for tensor in pair]
+
+
+every_4bit_packing = pytest.mark.parametrize("packing", [name for name in PACKERS if "4" in name])
+
+
+@every_4bit_packing
+@pytest.mark.parametrize("adapt", [nn.Module.eval, adapted], ids=["plain", "LoRA"])
+def test_a_model_laid_out_for_inference_is_sent_right_and_stays_so(
+    make_llama, packing: str, adapt: Any
+) -> None:
+    model = adapt(quantised(llama(make_llama), packing))
+    expected = payload(model)
+    before = insides(lay_out_for_inference(model))
+    extract = ExtractionCache().extract
+
+    for _ in range(2):
+        sent = {weight.spec.name: weight.read() for weight in extract(model)}
+        assert sent.keys() == expected.keys()
+        for name, value in sent.items():  # scales are rounded to bf16 by the new layout
+            torch.testing.assert_close(value, expected[name], rtol=2**-8, atol=2**-9)
+        after = insides(model)
+        assert all(map(torch.equal, before, after))
+
+
+def test_an_adapter_on_a_base_laid_out_for_inference_is_exported_and_changes_nothing(
+    make_llama,
+) -> None:
+    model = adapted(quantised(llama(make_llama), "fp4"))
+    expected = {weight.spec.name: weight.read() for weight in adapter_of(model).weights}
+    before = insides(lay_out_for_inference(model))
+
+    sent = {weight.spec.name: weight.read() for weight in adapter_of(model).weights}
+
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], value) for name, value in expected.items())
+    after = insides(model)
+    assert all(map(torch.equal, before, after))
+
+
+def test_a_layer_computes_in_eval_mode_with_what_is_sent(make_llama) -> None:
+    model = quantised(llama(make_llama), "fp4").eval()
+    layer = model.model.layers[0].self_attn.q_proj
+    if not layer.support_avx512bf16_for_cpu:
+        pytest.skip("this CPU lays nothing out for inference")
+    unit = torch.eye(layer.in_features)
+
+    computed = layer(unit) - layer.bias
+
+    assert layer.weight.quant_state.packing_format_for_cpu
+    torch.testing.assert_close(payload(model)[Q_PROJ].T, computed, rtol=2**-7, atol=2**-9)

@@ -9,6 +9,7 @@ import torch
 
 from weight_update.weights.lora.layers import nested
 from weight_update.weights.shards.gather import full
+from weight_update.weights.state import state_of
 
 
 class PeftMerge:
@@ -31,7 +32,7 @@ def merged_by_peft(layer: Any) -> dict[str, torch.Tensor]:
     In fp32 on a copy of this one layer: merging in place and undoing it is not an inverse in
     bf16, and erodes the base a little at every update.
     """
-    dtypes = {key: value.dtype for key, value in layer.get_base_layer().state_dict().items()}
+    dtypes = {key: value.dtype for key, value in state_of(layer.get_base_layer()).items()}
     device = next(layer.parameters()).device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
         scratch = _scratch(layer)

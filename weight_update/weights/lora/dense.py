@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.errors import ConfigurationError
 from weight_update.weights.shards.gather import full, is_shard, ranks_of, weight_of
 from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.state import state_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def dense_tensors(layer: nn.Module, dtype: torch.dtype | None) -> Mapping[str, D
     """
     weight = dense_weight(layer, dtype)
     if weight is None:
-        state = layer.state_dict(keep_vars=True).items()
+        state = state_of(layer).items()
         return {key: Dense.of(value) for key, value in state if isinstance(value, torch.Tensor)}
     bias = getattr(layer, "bias", None)
     return {"weight": weight} | ({"bias": Dense.of(bias)} if bias is not None else {})
@@ -84,7 +85,8 @@ def dense_weight(layer: nn.Module, dtype: torch.dtype | None) -> Dense | None:
     weight: Any = _own_weight(layer)
     if weight is not None and (state := _state_4bit(layer, weight)) is not None:
         value = partial(_unpacked_4bit, weight, state)
-        return Dense(weight, state.dtype, tuple(state.shape), value, packed=True)
+        dtype = getattr(state, "original_dtype", state.dtype)  # before it was laid out anew
+        return Dense(weight, dtype, tuple(state.shape), value, packed=True)
     if _is_8bit(weight):
         value = partial(_unpacked_8bit, layer)
         return Dense(weight, dtype or torch.float32, tuple(weight.shape), value, packed=True)
@@ -140,15 +142,33 @@ def _unpacked(layer: Any) -> Dense:
 def _unpacked_4bit(weight: torch.Tensor, state: Any) -> torch.Tensor:
     import bitsandbytes
 
-    # A forward in eval mode rearranges the bytes on some CPUs; `state_dict` undoes that.
+    packed = full(weight)
     if getattr(state, "packing_format_for_cpu", False):
-        raise ConfigurationError(
-            "a 4-bit weight was laid out for inference on this CPU since the update began",
-            phase="transfer",
-            remedy="do not use the model while an update runs",
-        )
-    value: torch.Tensor = bitsandbytes.functional.dequantize_4bit(full(weight), state)
+        packed, state = _laid_out_plainly(weight, state)
+    value: torch.Tensor = bitsandbytes.functional.dequantize_4bit(packed, state)
     return value
+
+
+def _laid_out_plainly(weight: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    """A copy as it was before a forward in eval mode laid it out for inference on this CPU.
+
+    `state_dict` brings the bytes in order, of a copy here; it does not so with the scales, which
+    are those that the layer computes with: a column for each row of the weight.
+    """
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear4bit(1, 1, bias=False)
+    layer.weight = copy.deepcopy(weight)
+    layer.state_dict()
+    plain = bitsandbytes.functional.QuantState(
+        state.absmax.T.reshape(-1).float(),
+        state.shape,
+        state.code,
+        state.blocksize,
+        state.quant_type,
+        state.original_dtype,
+    )
+    return layer.weight.data, plain
 
 
 def _unpacked_8bit(layer: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from weight_update.weights.lora.formula import Merge
 from weight_update.weights.lora.layers import is_tuner_layer, saved_module, tuner_layer
 from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.state import state_of
 
 Changes = frozenset[int]
 """Which adapters' tensors change a tensor, by their place; empty for one sent as it is."""
@@ -141,8 +142,8 @@ def _merged_by_formula(
 
 def _saved_entries(path: str, wrapper: Any, saved: nn.Module) -> Iterator[Entry]:
     """The trained copy, in the place of the original: what is tied to that is torn from it."""
-    original = wrapper.original_module.state_dict(keep_vars=True)
-    for key, tensor in saved.state_dict(keep_vars=True).items():
+    original = state_of(wrapper.original_module)
+    for key, tensor in state_of(saved).items():
         name, place = f"{path}.{key}", original.get(key, tensor)
         if tensor is place or not isinstance(tensor, torch.Tensor):
             yield Entry(name, tensor)

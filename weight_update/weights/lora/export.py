@@ -15,6 +15,7 @@ from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.shards.gather import weight_of
 from weight_update.weights.shards.wrapped import is_wrapped
 from weight_update.weights.specs import Weight
+from weight_update.weights.state import state_of
 
 # What PEFT puts before every name; transformers models with adapters of their own lack it.
 _PREFIX = "base_model.model."
@@ -104,7 +105,7 @@ def _weights(module: nn.Module, name: str) -> Iterator[Weight]:
 
     state = get_peft_model_state_dict(
         module,
-        state_dict=module.state_dict(keep_vars=True),
+        state_dict=state_of(module),
         adapter_name=name,
         save_embedding_layers=False,
     )

@@ -15,6 +15,7 @@ from weight_update.weights.lora.dense import is_packed
 from weight_update.weights.lora.entries import Entry, Layers
 from weight_update.weights.lora.layers import base_model, saved_module, tuner_layer
 from weight_update.weights.names import bare_name
+from weight_update.weights.state import state_of
 
 
 def adapter_model(module: nn.Module) -> nn.Module | None:
@@ -73,7 +74,7 @@ def merged_tensors(base: nn.Module) -> Iterator[Entry]:
     replaced = {bare_name(path): module for path, module in _replaced_modules(base)}
     layers = Layers(_dtype_of(base))
     done: set[str] = set()
-    for name, tensor in base.state_dict(keep_vars=True).items():
+    for name, tensor in state_of(base).items():
         path = _owner(bare_name(name), replaced)
         if path is None:
             yield Entry(bare_name(name), tensor)
