@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Intake:
         partial_modules: It takes some of the weights that it fuses into one, and keeps the
             others as they were.
         any_shape: A push may bring other shapes than the one before.
+        shapes: Of the weights in its model's folder, by name; empty when unknown.
     """
 
     architectures: tuple[str, ...] = ()
@@ -100,3 +101,4 @@ class Intake:
     drafts: bool = False
     partial_modules: bool = True
     any_shape: bool = False
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)

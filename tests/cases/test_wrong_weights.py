@@ -12,10 +12,11 @@ import torch
 from integration import kit
 from integration.kit import PAUSE, UPDATE
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update import (
     EngineState,
+    Stream,
     WeightMismatchError,
     WeightUpdateError,
     get_model_metadata,
@@ -505,6 +506,43 @@ def test_c74_a_resized_embedding_is_never_reported_new(engine: ReferenceEngine) 
         trial.sender.update_weights(model)
     assert caught.value.report.engines[engine.url].state is not NEW
     trial.heal()
+
+
+@pytest.mark.parametrize(
+    ("mark", "way_out"),
+    [("policy.", r"name_map=.r.\^policy"), ("base_model.model.", "PEFT model, the module itself")],
+)
+def test_what_a_wrapper_put_before_all_names_is_told_with_the_way_out(
+    engine: ReferenceEngine, mark: str, way_out: str
+) -> None:
+    marked = {f"{mark}{name}": value for name, value in flat(kit.llama(1)).items()}
+    with kit.make_sender(engine) as sender, pytest.raises(WeightMismatchError, match=way_out):
+        sender.update_weights(marked)
+
+
+def wide(source: str) -> Any:
+    """Weights of another hidden size, whole."""
+    model = LlamaForCausalLM(LlamaConfig(**{**kit.llama(1).config.to_dict(), "hidden_size": 48}))
+    if source == "a module":
+        return model
+    pairs = model.state_dict().items()
+    return Stream(pairs, whole=True) if source == "a stream" else dict(pairs)
+
+
+@pytest.mark.parametrize("source", ["a module", "a mapping", "a stream"])
+def test_c74_another_hidden_size_is_refused_before_the_pause(
+    engine: ReferenceEngine, source: str
+) -> None:
+    """The folder that the engine loaded from is readable here."""
+    before, log = kit.served(engine), kit.Log(engine)
+    with (
+        kit.make_sender(engine) as sender,
+        pytest.raises(WeightMismatchError, match="have another shape") as caught,
+    ):
+        sender.update_weights(wide(source))
+    assert caught.value.phase == "plan"
+    assert log.count(engine, PAUSE) == 0
+    assert kit.served(engine) == before
 
 
 # ---- C82

@@ -141,7 +141,17 @@ PROBLEMS = [
             CHECKPOINT,
             {URL: ModelFacts("/served", {**SPECS, "model.norm.weight": spec("n", 6)})},
         ),
-        "another shape",
+        "another shape.*-> push a checkpoint of the model",
+    ),
+    (
+        "more rows than in the folder that the server loaded",
+        Facts(
+            (replace(HEALTHY, names=NAMES),),
+            NEAR,
+            CHECKPOINT,
+            {URL: ModelFacts("/served", {**SPECS, "model.norm.weight": spec("n", 3)})},
+        ),
+        "another shape.*-> push with --trim-vocabulary",
     ),
 ]
 

@@ -296,6 +296,7 @@ def test_a_checkpoint_with_other_names_is_refused_before_the_pause(
     assert ended.code == 1
     assert "would ignore them: 'policy." in ended.err
     assert "would stay old: " in ended.err
+    assert r"--name-map '^policy\.='" in ended.err
     assert log.count(kit.PAUSE) == 0
 
 

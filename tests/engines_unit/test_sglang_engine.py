@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,7 +233,7 @@ def test_the_servers_names_are_asked_for_once_until_it_is_inspected_again(
     [
         ({**INFO, "quantization": "fp8"}, MODEL),
         ({**INFO, "enable_lora": True}, MODEL),
-        (INFO, {"architectures": ["DeepseekV3ForCausalLM"]}),
+        (INFO, {"architectures": ["GPT2LMHeadModel"]}),
         (INFO, {"weight_version": "3"}),
     ],
 )
@@ -300,6 +301,38 @@ def test_first_values_are_those_that_the_server_shows(
 
 
 LAYER = "model.layers.0.self_attn"
+
+
+@pytest.fixture
+def of_blocks(engine, server, answer, tmp_path):
+    """A server whose checkpoint is quantised in blocks, which only its folder tells."""
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": blocks}))
+    server.answers["/model_info"] = answer(body={**MODEL, "model_path": str(tmp_path)})
+    engine.inspect(soon())
+    return engine
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_scales_of_blocks_are_known_though_digests_fold_them_into_their_weights(
+    of_blocks, server, answer, shown: bool
+) -> None:
+    names = [f"{LAYER}.o_proj.weight", f"{LAYER}.o_proj.weight_scale_inv"]
+    ranks = [{"checksums": dict.fromkeys(names if shown else names[:1], "0a")}]
+    server.answers["/weights_checker"] = answer(body={"success": True, "ranks": ranks})
+
+    found = of_blocks.check_names([*names, "x.weight"], soon())
+
+    assert (found.unknown, found.lacking) == (("x.weight",), ())
+
+
+def test_values_are_not_asked_for_where_only_the_folder_tells_of_a_quantisation(
+    of_blocks, server
+) -> None:
+    server.asked.clear()
+
+    assert of_blocks.first_values("model.norm.weight", soon()) is None
+    assert not server.asked
 
 
 def test_values_of_quantised_weights_are_not_asked_for(engine, server, answer) -> None:

@@ -96,7 +96,7 @@ def test_a_generator_that_hangs_ends_at_the_deadline(engine: ReferenceEngine) ->
                 let.wait(60)
             yield pair
 
-    with kit.make_sender(engine, bucket_bytes=BUCKET, timeout=4.0) as sender:
+    with kit.make_sender(engine, bucket_bytes=BUCKET, timeout=8.0) as sender:
         with pytest.raises(UpdateTimeout, match="could not be read") as failure:
             sender.update_weights(slow())
         let.set()
@@ -114,7 +114,7 @@ def test_a_generator_that_hangs_at_its_first_item_ends_at_the_deadline(
         let.wait(60)
         yield from pairs(kit.llama(1))
 
-    with kit.make_sender(engine, timeout=2.0) as sender:
+    with kit.make_sender(engine, timeout=6.0) as sender:
         with pytest.raises(UpdateTimeout, match="the weights could not be read"):
             sender.update_weights(slow())
         let.set()
@@ -226,3 +226,22 @@ def test_a_stream_cannot_be_copied_for_the_background(engine: ReferenceEngine) -
             sender.update_weights_async(pairs(kit.llama(1)))
         sender.update_weights_async(pairs(kit.llama(1)), snapshot=False).result(60)
     assert kit.served(engine) == kit.tokens_of(1)
+
+
+def test_an_endless_generator_is_asked_for_nothing_more_after_the_deadline(
+    engine: ReferenceEngine,
+) -> None:
+    asked = [0]
+
+    def endless() -> Iterator[tuple[str, torch.Tensor]]:
+        while True:
+            asked[0] += 1
+            yield f"w{asked[0]}", torch.zeros(1)
+
+    def stands_still() -> bool:
+        before = asked[0]
+        return not threading.Event().wait(0.2) and asked[0] == before
+
+    with kit.make_sender(engine, timeout=2.0) as sender, pytest.raises(UpdateTimeout):
+        sender.update_weights(endless())
+    kit.wait_for(stands_still)

@@ -318,8 +318,31 @@ UNUSABLE = {
     "no model": (lambda sender: None, None, WeightUpdateError, "No model registered"),
     "collected": (forgotten, None, WeightUpdateError, "garbage-collected"),
     "empty": (lambda sender: None, nn.Identity(), ConfigurationError, "no weights to send"),
-    "not tensors": (lambda sender: None, {"a": 1}, WeightMismatchError, "not tensors"),
-    "text": (lambda sender: None, "policy", ConfigurationError, "cannot be read"),
+    "not tensors": (lambda sender: None, {"a": 1}, WeightMismatchError, r"not tensors: 'a' \(int"),
+    "a training checkpoint": (
+        lambda sender: None,
+        {"model": {"a": torch.ones(1)}, "step": 3},
+        WeightMismatchError,
+        "not tensors.*pass the entry 'model'",
+    ),
+    "an optimizer": (
+        lambda sender: None,
+        torch.optim.SGD([torch.ones(1)], 0.1).state_dict(),
+        WeightMismatchError,
+        "state of an optimizer",
+    ),
+    "text": (
+        lambda sender: None,
+        "policy",
+        ConfigurationError,
+        r"cannot be read.*Checkpoint\(path\).*SavedStateDict\(path\)",
+    ),
+    "a list": (
+        lambda sender: None,
+        [("a", torch.ones(1))],
+        ConfigurationError,
+        r"cannot be read.*dict\(pairs\), or Stream\(pairs, whole=True\)",
+    ),
     "meta": (
         lambda sender: None,
         {"a": torch.zeros(1, device="meta")},

@@ -69,7 +69,10 @@ def run_suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
         yield run
         assert host.stdin is not None
         host.stdin.close()
-        host.wait(30)
+        try:
+            host.wait(30)
+        finally:
+            host.kill()
 
 
 def collected(home: Path) -> Results:

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainers import LAYOUTS, fsdp2, llama, mesh_of
 
 from weight_update import SGLangWeightSyncScheme, WeightUpdateError
+from weight_update.torch_private.process_groups import default_store
 from weight_update.weights.shards import gather
 
 UPDATE = "/update_weights_from_distributed"
@@ -132,7 +133,7 @@ def several_updates(me: Rank) -> dict[str, Any]:
     """Of one sender: collectives, messages left behind, and what was registered is sent."""
     mesh = mesh_of(range(4))
     model = fsdp2(llama(31), mesh)
-    store = distributed.distributed_c10d._get_default_store()
+    store = default_store()
     found: dict[str, Any] = {"keys": [], "collectives": [], "versions": []}
     with me.sender() as sender:
         sender.register_model(model)
@@ -160,10 +161,10 @@ def refused_bucket(me: Rank) -> dict[str, Any]:
 
 def slow_engine(me: Rank) -> dict[str, Any]:
     """It takes longer for a bucket than the training group waits for a rank."""
-    limit = timedelta(seconds=4)
+    limit = timedelta(seconds=8)
     group = distributed.new_group(list(range(4)), timeout=limit)
     model = fsdp2(llama(33), DeviceMesh.from_group(group, "cpu"))
-    me.arm(path=UPDATE, kind="slow", after=1, times=1, seconds=6.0)
+    me.arm(path=UPDATE, kind="slow", after=1, times=1, seconds=10.0)
     distributed.barrier()
     with me.sender() as sender:
         told = outcome(lambda: sender.update_weights(model))
@@ -202,6 +203,13 @@ def other_weights(me: Rank) -> dict[str, Any]:
     if me.rank == 2:
         model.register_buffer("one_more", torch.ones(1))
     with me.sender() as sender:
+        return outcome(lambda: sender.update_weights(model))
+
+
+def crossed_senders(me: Rank) -> dict[str, Any]:
+    """Two senders, which rank 1 calls in another order than the others."""
+    model = fsdp2(llama(38), mesh_of(range(4)))
+    with me.sender(me.tied_url if me.rank == 1 else me.url) as sender:
         return outcome(lambda: sender.update_weights(model))
 
 
@@ -388,7 +396,7 @@ SUITES: dict[str, tuple[int, float, tuple[Callable[[Rank], dict[str, Any]], ...]
         PATIENCE,
         (
             *(values, tied, several_updates, refused_bucket, slow_engine, absent_rank),
-            *(emptied_parameter, other_weights, outsider, memory, adapters),
+            *(emptied_parameter, other_weights, crossed_senders, outsider, memory, adapters),
             *(bound_default_group, rows, rows_cost),
         ),
     ),

@@ -259,6 +259,28 @@ def test_ranks_that_never_come_are_a_time_out_on_all_that_did(
         assert f"rank(s) {missing} did not call" in str(error)
 
 
+def with_engines(*engines: tuple[str, ...]) -> list[Future[UpdateReport]]:
+    """An update of ranks that each mean to update some engines."""
+    trainer = Trainer()
+
+    def one(rank: int) -> UpdateReport:
+        crew = trainer.crew(rank)
+        return crew.run(lambda: in_buckets(crew), Deadline(PATIENCE), engines[rank])
+
+    return [spawn(one, rank) for rank in range(RANKS)]
+
+
+def test_ranks_that_update_other_engines_are_refused_though_their_weights_look_alike() -> None:
+    error = same(errors_of(with_engines(("http://a",), ("http://b",), ("http://a",))))
+    assert isinstance(error, ConfigurationError)
+    assert "rank 1 updates http://b, and rank 0 http://a" in str(error)
+
+
+def test_an_engine_that_one_rank_alone_has_added_or_removed_is_no_objection() -> None:
+    runs = with_engines(("http://a", "http://b"), ("http://a",), ("http://a", "http://c"))
+    assert [run.result(PATIENCE) for run in runs] == [report()] * RANKS
+
+
 def test_after_a_rank_came_too_late_all_meet_again() -> None:
     trainer = Trainer()
     errors_of(trainer.run(in_buckets, ranks=(0, 1), seconds=0.1))

@@ -153,6 +153,14 @@ def test_ranks_with_different_weights_are_refused(whole: Results) -> None:
     assert "rank 2 has other weights than rank 0" in error["text"]
 
 
+def test_ranks_that_call_other_senders_are_refused_though_the_models_look_alike(
+    whole: Results,
+) -> None:
+    error = same_error(whole["crossed_senders"])
+    assert error["kind"] == "ConfigurationError"
+    assert "rank 1 updates http" in error["text"]
+
+
 def test_a_rank_outside_the_mesh_is_told_that_it_holds_no_part(whole: Results) -> None:
     assert "rank 3 holds no part of these weights" in whole["outsider"][3]["text"]
 

@@ -68,6 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA": {"use_dora": True},
     "ranks by pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
     "biases": {"lora_bias": True, "target_modules": ["q_proj"]},
+    "trained tokens": {"trainable_token_indices": [1, 5]},
 }
 
 
@@ -139,8 +140,8 @@ def disabled(llama: nn.Module) -> nn.Module:
     return model
 
 
-def rescaled(llama: nn.Module) -> nn.Module:
-    model = adapted(llama)
+def rescaled(llama: nn.Module, **more: Any) -> nn.Module:
+    model = adapted(llama, **more)
     for module in model.modules():
         if hasattr(module, "set_scale"):
             module.set_scale("default", 0.5)
@@ -152,6 +153,10 @@ REFUSED: list[tuple[Callable[[Any], nn.Module], str]] = [
     (two_active, "one adapter must be active, and 'default', 'second' are"),
     (disabled, "the adapters are disabled"),
     (rescaled, "rescaled from 2 to 1"),
+    (
+        lambda llama: rescaled(llama, rank_pattern={"q_proj": 2, "k_proj": 2}),
+        "rescaled from 4 to 2",
+    ),
     (lambda llama: get_peft_model(llama, IA3Config(task_type="CAUSAL_LM")), "is IA3"),
 ]
 

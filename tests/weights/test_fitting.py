@@ -14,7 +14,7 @@ from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.facts import Intake
 from weight_update.weights.extract import extract_weights
 from weight_update.weights.families.fused import group_of
-from weight_update.weights.fitting import Wishes, check_finite, common, fit
+from weight_update.weights.fitting import Wishes, check_finite, common, fit, with_dtype
 from weight_update.weights.specs import TensorSpec, Turn, Weight
 
 PLAIN = Intake(dtype="bfloat16", vocabulary=8)
@@ -388,3 +388,11 @@ def test_what_one_engine_does_not_say_another_may() -> None:
 
     assert (shared.dtype, shared.vocabulary) == ("bfloat16", 8)
     assert not shared.partial_modules
+
+
+def test_scales_of_fp8_weights_keep_their_dtype_under_any_other() -> None:
+    weights = extract_weights({"a.weight_scale_inv": torch.ones(2), "b.weight": torch.ones(2)})
+
+    cast = [with_dtype(weight, torch.bfloat16).spec.dtype for weight in weights]
+
+    assert cast == [torch.float32, torch.bfloat16]

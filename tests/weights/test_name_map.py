@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Any, type[WeightUpdateError], str]] = {
     "an idle expression": (
         {r"^policy\.": "", "nowhere": "x"},
         ConfigurationError,
-        "'nowhere' matches no name.*get_model_metadata",
+        "'nowhere' matches no name; the names are 'policy.*weight_update.get_model_metadata",
     ),
     "an expression that an earlier one left nothing": (
         {r"^policy\.": "", r"policy": "x"},

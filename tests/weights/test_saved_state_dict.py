@@ -260,8 +260,13 @@ def on_meta(path: Path) -> None:
     torch.save({"a": torch.ones(2, device="meta")}, path)
 
 
+def a_peft_model(path: Path) -> None:
+    torch.save({"base_model.model.q.lora_A.default.weight": ONES}, path)
+
+
 REFUSED: list[tuple[Callable[[Path], None], type[WeightUpdateError], str]] = [
-    (no_file, ConfigurationError, "does not exist"),
+    (no_file, ConfigurationError, r"does not exist.*torch\.save"),
+    (a_peft_model, ConfigurationError, "PEFT model.*merge_and_unload"),
     (a_folder, ConfigurationError, "is a folder.*Checkpoint"),
     (a_whole_module, ConfigurationError, r"GLOBAL torch\.nn.*save model\.state_dict\(\).*convert"),
     (a_list, ConfigurationError, "holds list, and no state_dict"),
@@ -272,7 +277,7 @@ REFUSED: list[tuple[Callable[[Path], None], type[WeightUpdateError], str]] = [
     (an_optimizer, ConfigurationError, "state of an optimizer"),
     (two_models, ConfigurationError, "several state_dicts: 'model', 'module'"),
     (two_levels_down, WeightMismatchError, "not tensors: 'state_dict'"),
-    (numbers, WeightMismatchError, "not tensors: 'epoch'"),
+    (numbers, WeightMismatchError, "not tensors: 'epoch'.*looked for under model, "),
     (no_weights, ConfigurationError, "holds no weights"),
     (numbered_names, WeightMismatchError, "not tensors: '0'"),
     (one_bare_name, WeightMismatchError, "same bare name"),

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -212,6 +213,11 @@ REFUSED: dict[str, tuple[list[Any], type[WeightUpdateError], str]] = {
         [("a", EIGHT_BYTES), ("b", [1.0])],
         WeightMismatchError,
         "item 1 of the stream: 'b' is list, and no tensor",
+    ),
+    "an array": (
+        [("a", np.ones(2))],
+        WeightMismatchError,
+        "'a' is ndarray, and no tensor.*from_numpy",
     ),
     "a name twice": (
         [("a", EIGHT_BYTES), ("b", EIGHT_BYTES), ("a", EIGHT_BYTES)],

@@ -15,6 +15,8 @@ from weight_update.engines.sglang_names import (
 )
 from weight_update.engines.sglang_probe import ServerFacts
 from weight_update.errors import some_of
+from weight_update.weights.name_map import rule_against_mark
+from weight_update.weights.shapes import misshapen
 from weight_update.weights.specs import TensorSpec
 
 _SHAPING = (
@@ -22,6 +24,8 @@ _SHAPING = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 _SHOWN = 3
+_ANOTHER = "push a checkpoint of the model that the server serves"
+_PADDED = "push with --trim-vocabulary, if the rows beyond the server's are padding"
 
 
 def model_findings(model: ModelFacts | None) -> Iterator[Finding]:
@@ -72,6 +76,8 @@ def name_findings(
 
 def _misnamed(url: str, unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[Finding]:
     remedy = "push a checkpoint of the model that the server serves, with its names"
+    if rule := rule_against_mark(unknown, lacking):
+        remedy = f"push with --name-map '{rule}='"
     if unknown:
         what = "of the checkpoint are not the server's, which would ignore them"
         yield Finding(
@@ -98,35 +104,27 @@ def shape_findings(
             "problem",
             f"its model is configured otherwise: {'; '.join(differing[:_SHOWN])}",
             server.url,
-            "push a checkpoint of the model that the server serves",
+            _ANOTHER,
         )
     known = {name: spec.shape for name, spec in theirs.items()}
     known |= {name: (length,) for name, length in server.lengths.items()}
+    ours = {name: spec.shape for name, spec in specs.items()}
+    found = list(misshapen(ours, known, trims=model.trims))
     wrong = [
-        f"{name!r} is {specs[name].shape} in the checkpoint and {shape} in the server"
-        for name, shape in known.items()
-        if name in specs and not _fits(specs[name].shape, shape, trims=model.trims)
+        f"{name!r} is {shape} in the checkpoint and {has} in the server"
+        for name, shape, has in found
     ]
     if wrong:
         yield Finding(
             "problem",
-            f"{len(wrong)} weight(s) have another shape: {'; '.join(wrong[:_SHOWN])}",
+            f"{len(wrong)} weight(s) have another shape: {'; '.join(wrong[:_SHOWN])}"
+            + ("; ..." if len(wrong) > _SHOWN else ""),
             server.url,
-            "push a checkpoint of the model that the server serves",
+            _ANOTHER if any(misshapen(ours, known, trims=True)) else _PADDED,
         )
     elif not theirs and not differing:
         seen = f" (only of {', '.join(server.lengths)})" if server.lengths else ""
         yield Finding("unknown", f"the shapes of its weights{seen}", server.url)
-
-
-def _fits(ours: tuple[int, ...], theirs: tuple[int, ...], *, trims: bool) -> bool:
-    """Whether a weight has the server's shape, or has it once its last rows are cut off.
-
-    Example:
-        >>> _fits((72, 4), (64, 4), trims=True), _fits((72, 4), (64, 4), trims=False)
-        (True, False)
-    """
-    return ours == theirs or (trims and ours[1:] == theirs[1:] and ours > theirs)
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

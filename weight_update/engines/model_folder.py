@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _SCALE = "_scale_inv"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG_BYTES = 16 << 20
 _INDEX_BYTES = 256 << 20
 
@@ -31,8 +32,8 @@ def read_config(model_path: Any) -> dict[str, Any]:
 def read_scaled(model_path: Any) -> frozenset[str] | None:
     """Names of the weights that a model's folder holds with scales; None if it shows none."""
     folder = _folder(model_path)
-    weight_map = _object(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
-    names: Iterable[str] = weight_map if isinstance(weight_map, dict) else _header(folder)
+    weight_map = _object(folder, _INDEX, _INDEX_BYTES).get("weight_map")
+    names: Iterable[str] = weight_map if isinstance(weight_map, dict) else _header(folder, _SINGLE)
     return frozenset(n.removesuffix(_SCALE) for n in names if n.endswith(_SCALE)) or None
 
 
@@ -40,6 +41,28 @@ def _quantisation_beside(folder: Path | None) -> dict[str, Any]:
     found = _object(folder, "hf_quant_config.json", _CONFIG_BYTES).get("quantization")
     kind = found.get("quant_algo") if isinstance(found, dict) else None
     return {"quantization_config": {"quant_method": f"modelopt {kind}"}} if kind else {}
+
+
+def read_shapes(model_path: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights that a model's folder holds, from its files' headers, by name.
+
+    Example:
+        >>> read_shapes("/nowhere")
+        {}
+    """
+    folder = _folder(model_path)
+    weight_map = _object(folder, _INDEX, _INDEX_BYTES).get("weight_map")
+    files = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else {_SINGLE}
+    entries = (entry for file in sorted(files) for entry in _header(folder, file).items())
+    shapes = {name: _shape_of(entry) for name, entry in entries}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _shape_of(entry: Any) -> tuple[int, ...] | None:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        return None
+    return tuple(shape)
 
 
 def _folder(model_path: Any) -> Path | None:
@@ -61,14 +84,15 @@ def _object(folder: Path | None, name: str, limit: int) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _header(folder: Path | None) -> list[str]:
-    """The names in a checkpoint of one file."""
+def _header(folder: Path | None, name: str) -> dict[str, Any]:
+    """What a file of weights says of each; empty if it cannot be read."""
     if folder is None:
-        return []
+        return {}
     try:
-        with open(folder / "model.safetensors", "rb") as file:
+        with open(folder / name, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if size <= _INDEX_BYTES else {}
     except (OSError, ValueError, RecursionError):
-        return []
-    return [name for name in header if name != "__metadata__"] if isinstance(header, dict) else []
+        return {}
+    found = header if isinstance(header, dict) else {}
+    return {name: entry for name, entry in found.items() if name != "__metadata__"}

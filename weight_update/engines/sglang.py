@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from weight_update.engines.model_folder import read_config, read_scaled
+from weight_update.engines.model_folder import read_config, read_scaled, read_shapes
 from weight_update.engines.sglang_capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
@@ -31,6 +31,7 @@ from weight_update.engines.sglang_names import (
     check_names,
     runtime_names,
     sign_of_quantisation,
+    without_scales,
 )
 from weight_update.engines.sglang_session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
@@ -147,7 +148,11 @@ class SGLangEngine:
         sign = sign_of_quantisation(self._runtime.names)
         if sign and not sign_of_quantisation(names):
             raise self._quantised(sign)
-        return check_names(names, self._runtime, self._model.architectures)
+        runtime = self._runtime
+        if self._intake.block is not None:
+            names = without_scales(names)
+            runtime = RuntimeNames(frozenset(without_scales(runtime.names)), runtime.tied)
+        return check_names(names, runtime, self._model.architectures)
 
     def digests(self, deadline: Deadline) -> Digests | None:
         """Digests of all weights by rank; None where the release or its device has none."""
@@ -155,7 +160,7 @@ class SGLangEngine:
 
     def first_values(self, name: str, deadline: Deadline) -> tuple[float, ...] | None:
         """The start of a weight's first row, or None when the server cannot be trusted with it."""
-        if not self._model.plain:
+        if not self._model.plain or self._intake.quantization is not None:
             return None
         return first_row_of(self._client.first_row(name, deadline))
 
@@ -313,6 +318,8 @@ class SGLangEngine:
         folder = model.get("model_path") or info.get("model_path")
         again = self.capabilities.sessions
         intake = intake_of(info, model, read_config(folder), requantises=again)
+        if intake.quantization is None and info.get("load_format") != "dummy":
+            return replace(intake, shapes=read_shapes(folder))
         return replace(intake, scaled=read_scaled(folder)) if intake.block else intake
 
     def _digests(self, deadline: Deadline, phase: Phase) -> Digests | None:

@@ -142,6 +142,16 @@ def sign_of_quantisation(names: Iterable[str]) -> str | None:
     return next((name for name in names if _QUANTISED.search(name)), None)
 
 
+def without_scales(names: Iterable[str]) -> list[str]:
+    """Names without those of blocks' scales: SGLang's digests fold these into their weights.
+
+    Example:
+        >>> without_scales(["a.weight", "a.weight_scale_inv"])
+        ['a.weight']
+    """
+    return [name for name in names if not name.endswith("weight_scale_inv")]
+
+
 def are_names_known(info: Mapping[str, Any], architectures: Iterable[str]) -> bool:
     """Whether the names that a server tells are those of its model, fused in a way known here.
 

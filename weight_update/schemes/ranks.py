@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,6 +15,9 @@ from weight_update.update.planning import Payload
 from weight_update.update.reader import nobody_else
 from weight_update.waiting import Deadline
 from weight_update.weights.shards.readers import readers_of
+
+
+_log = logging.getLogger("weight_update")
 
 
 class PushPayload(Protocol):
@@ -30,6 +34,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._known: frozenset[int] = frozenset()
+        self._warned = False
 
     def update(
         self,
@@ -38,6 +43,7 @@ class Ranks:
         push: PushPayload,
         followed: Callable[[UpdateReport], None],
         deadline: Deadline,
+        engines: Sequence[str],
     ) -> UpdateReport:
         """Runs ``push`` here, or follows the rank that does, if the source is held in parts.
 
@@ -47,6 +53,7 @@ class Ranks:
             push: Updates the engines.
             followed: Told of the report on ranks that do not talk to the engines.
             deadline: By when every rank must have come.
+            engines: URLs of what this rank means to update.
 
         Raises:
             WeightUpdateError: The same on all ranks.
@@ -66,13 +73,26 @@ class Ranks:
             if crew is None:
                 return push(_raising(error))
         if crew is None:
+            self._warn_of_each_for_itself(channel.rank, channel.ranks)
             return push(lambda: payload)
         report = crew.run(
-            lambda: push(lambda: replace(payload, weights=crew.lead()), crew.check), deadline
+            lambda: push(lambda: replace(payload, weights=crew.lead()), crew.check),
+            deadline,
+            engines,
         )
         if not crew.leads:
             followed(report)
         return report
+
+    def _warn_of_each_for_itself(self, rank: int, ranks: int) -> None:
+        if rank and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rank %d of %d updates the engines by itself: where every rank holds the whole "
+                "model (DDP), one of them should call update_weights(), and not each",
+                rank,
+                ranks,
+            )
 
 
 def refuse_shards(source: Any) -> None:

@@ -253,6 +253,7 @@ class SGLangCollectiveTransport:
             push,
             followed,
             Deadline(self.timeout),
+            self._urls,
         )
 
     def snapshot(self, source: Any) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.protocols import Packer
 from weight_update.update.rules import UpdateRules
-from weight_update.update.verify import check_names, demand, learn
+from weight_update.update.verify import check_names, check_shapes, demand, learn
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.growing_plan import GrowingPlan
@@ -43,9 +43,10 @@ class Objections:
         rules = self.rules
         if rules.verify == "off" or not rules.full:
             return
-        names = list(self.plan.names)
+        names, shapes = list(self.plan.names), self.plan.shapes
 
         def ask(member: Member, _: Attempt) -> None:
+            check_shapes(member, shapes)
             check_names(member, names, whole=rules.whole and self.plan.ended, deadline=deadline)
             if rules.verify != "sample":
                 learn(member, deadline)
@@ -72,7 +73,7 @@ class Objections:
         if not self._streamed:
             return
         _refuse(self._to_tensors(Plan((bucket,))))
-        self._check_names([spec.name for spec in bucket.specs], deadline, whole=False)
+        self._check({spec.name: spec.shape for spec in bucket.specs}, deadline, whole=False)
 
     def to_end(self, deadline: Deadline) -> None:
         """Raises if a stream of a whole model ended without what an engine needs."""
@@ -83,16 +84,19 @@ class Objections:
             for text in _unhealed(member, names):
                 member.attempt.suspicion = text
                 raise WeightMismatchError(text, engine=member.url, phase="transfer")
-        self._check_names(list(names), deadline, whole=True)
+        self._check(self.plan.shapes, deadline, whole=True)
 
     @property
     def _streamed(self) -> bool:
         return self.rules.full and isinstance(self.plan, GrowingPlan)
 
-    def _check_names(self, names: Sequence[str], deadline: Deadline, *, whole: bool) -> None:
+    def _check(
+        self, shapes: Mapping[str, tuple[int, ...]], deadline: Deadline, *, whole: bool
+    ) -> None:
         for member in self.fleet.members if self.rules.verify != "off" else ():
             try:
-                check_names(member, names, whole=whole, deadline=deadline)
+                check_shapes(member, shapes)
+                check_names(member, list(shapes), whole=whole, deadline=deadline)
             except WeightMismatchError as error:
                 member.attempt.suspicion = error.message
                 error.phase = "transfer"
@@ -102,8 +106,10 @@ class Objections:
         mode, rules = self.rules.pause_mode, self.rules
         if member.found_paused and rules.full and not rules.whole:
             return (
-                "somebody else paused it, and may have left it half updated: push a whole model, "
-                "and not a mapping that may hold some weights only"
+                "somebody else paused it (or a push of another process failed), and it may be "
+                "half updated: it needs a push that is known to be a whole model, and a mapping "
+                "may be some weights only; push the module, a Checkpoint, a SavedStateDict, or "
+                "Stream(weights.items(), whole=True)"
             )
         stale = rules.full and rules.flush and not member.engine.can_flush(mode)
         if rules.refuse_stale and stale:

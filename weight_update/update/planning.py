@@ -10,7 +10,6 @@ import torch
 from weight_update.facts import Intake
 from weight_update.options import UpdateOptions
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Packs, Plan, plan_buckets
-from weight_update.weights.families.fused import group_of
 from weight_update.weights.fitting import Wishes, common, fit
 from weight_update.weights.growing_plan import GrowingPlan
 from weight_update.weights.specs import Weight
@@ -53,8 +52,7 @@ def planned(
         packs: Whether a tensor is packed into a buffer with others.
     """
     even = options.bucket_bytes is None
-    size = _bucket_bytes(options, device)
-    return plan_buckets(weights, size, packs, even=even, group_of=group_of)
+    return plan_buckets(weights, _bucket_bytes(options, device), packs, even=even)
 
 
 def fitted_plan(
@@ -89,7 +87,7 @@ def fitted_plan(
 
     if stream is None:
         return fitted(payload.weights)
-    batches = stream.batches(_bucket_bytes(options, device), group_of, options.name_map)
+    batches = stream.batches(_bucket_bytes(options, device), name_map=options.name_map)
     return GrowingPlan(bucket for batch in batches for bucket in fitted(batch).buckets)
 
 

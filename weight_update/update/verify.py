@@ -29,11 +29,16 @@ from weight_update.report import Verification
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Plan
+from weight_update.weights.fitting import is_of_vocabulary
 from weight_update.weights.growing_plan import GrowingPlan
+from weight_update.weights.name_map import rule_against_mark
 from weight_update.weights.reading import read_in_turn
+from weight_update.weights.shapes import misshapen
 from weight_update.weights.specs import Weight
 
 _SPREAD = 6
+_PEFT = "base_model.model."
+_SHAPES_SHOWN = 3
 # Engines are asked in threads, and reading a merged weight changes what is kept for its layer.
 _reading = threading.Lock()
 # Computed by the engine itself, and parts that some engines cannot cut out of a fused weight.
@@ -81,11 +86,36 @@ def check_names(member: Member, names: Sequence[str], *, whole: bool, deadline: 
             "; ".join(filter(None, (*_name_trouble(unknown, lacking), check.remark))),
             engine=member.url,
             phase="plan",
-            remedy="push the model that the engine serves, with the names of its checkpoint (of "
-            "a wrapper, the inner model); verify='off' skips this check",
+            remedy="push the model that the engine serves, with the names of its checkpoint (of a "
+            f"wrapper, the inner model{_marked(unknown, check.lacking)}); verify='off' skips this "
+            "check",
         )
     if not check.lacking:  # else the same names are too few for a whole model
         member.names = frozenset(names)
+
+
+def check_shapes(member: Member, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises if weights are of other shapes than in the model's folder, where that is readable.
+
+    Rows of the vocabulary are not looked at: how many an engine takes is known otherwise.
+
+    Raises:
+        WeightMismatchError: With the first few.
+    """
+    wrong = [
+        f"{name!r} is {ours} here and {theirs} there"
+        for name, ours, theirs in misshapen(shapes, member.engine.intake.shapes)
+        if not is_of_vocabulary(name)
+    ]
+    if wrong:
+        more = "; ..." if len(wrong) > _SHAPES_SHOWN else ""
+        raise WeightMismatchError(
+            f"{len(wrong)} weight(s) have another shape than in the folder of the engine's "
+            f"model: {'; '.join(wrong[:_SHAPES_SHOWN])}{more}",
+            engine=member.url,
+            phase="plan",
+            remedy="push the model that the engine serves; verify='off' skips this check",
+        )
 
 
 def learn(member: Member, deadline: Deadline) -> None:
@@ -95,6 +125,14 @@ def learn(member: Member, deadline: Deadline) -> None:
         member.digests = digests is not None
         member.describes = digests is not None and digests.parts is not None
         member.asked = True
+
+
+def _marked(unknown: Sequence[str], lacking: Sequence[str]) -> str:
+    """How to take away what a wrapper put before all names, if that is what is wrong."""
+    if unknown and all(name.startswith(_PEFT) for name in unknown):
+        return "; of a PEFT model, the module itself and not its state_dict"
+    rule = rule_against_mark(unknown, lacking)
+    return f'; or name_map={{r"{rule}": ""}}' if rule else ""
 
 
 def _name_trouble(unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from weight_update.weights.shards.gather import weight_of
 from weight_update.weights.shards.parts import Parts
 from weight_update.weights.shards.wrapped import is_wrapped, wrapped_weights
 from weight_update.weights.specs import Weight
+
+_SHOWN = 3
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 
@@ -133,8 +136,21 @@ def _weights_of(source: Any) -> Iterator[Weight]:
     raise ConfigurationError(
         f"weights of type {type(source).__name__} cannot be read",
         phase="plan",
-        remedy="pass a module, a mapping of names to tensors, a TensorDict, a Checkpoint, a "
-        "SavedStateDict, or an iterator of names and tensors",
+        remedy=_remedy_for(source),
+    )
+
+
+def _remedy_for(source: Any) -> str:
+    if isinstance(source, (str, os.PathLike)):
+        return (
+            "Checkpoint(path) opens a folder of safetensors, SavedStateDict(path) a file of "
+            "torch.save(model.state_dict(), path)"
+        )
+    if isinstance(source, Iterable):
+        return "of pairs of names and tensors, pass dict(pairs), or Stream(pairs, whole=True)"
+    return (
+        "pass a module, a mapping of names to tensors, a TensorDict, a Checkpoint, a "
+        "SavedStateDict, an iterator of names and tensors, or a function that returns any of these"
     )
 
 
@@ -156,11 +172,36 @@ def _flattened(source: Any) -> dict[str, Any]:
 
 
 def _from_mapping(tensors: Mapping[str, Any]) -> Iterator[Weight]:
-    wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
+    wrong = {name: value for name, value in tensors.items() if not isinstance(value, torch.Tensor)}
     if wrong:
-        raise WeightMismatchError(f"not tensors: {some_of(wrong, 20)}", phase="plan")
+        kinds = sorted({type(value).__name__ for value in wrong.values()})
+        raise WeightMismatchError(
+            f"{len(wrong)} of {len(tensors)} entries are not tensors: {some_of(list(wrong))} "
+            f"({', '.join(kinds[:_SHOWN])})",
+            phase="plan",
+            remedy=not_tensors(wrong),
+        )
     for name, tensor in tensors.items():
         yield _weight(name, tensor)
+
+
+def not_tensors(entries: Mapping[Any, Any]) -> str:
+    """What to do about entries of a mapping, or an item of a stream, that are no tensors.
+
+    Example:
+        >>> not_tensors({"model": {"a": torch.ones(1)}, "step": 3})
+        "pass the entry 'model': the weights seem to be in it"
+        >>> not_tensors({"step": 3})
+        'pass names and tensors alone, as model.state_dict() has them'
+    """
+    if "param_groups" in entries and "state" in entries:
+        return "this is the state of an optimizer; pass the state_dict of the model"
+    for key, value in entries.items():
+        if isinstance(value, Mapping) and any(isinstance(v, torch.Tensor) for v in value.values()):
+            return f"pass the entry {key!r}: the weights seem to be in it"
+    if any(type(value).__module__ == "numpy" for value in entries.values()):
+        return "torch.from_numpy(array) makes a tensor of an array without a copy"
+    return "pass names and tensors alone, as model.state_dict() has them"
 
 
 def _from_module(module: nn.Module) -> Iterator[Weight]:
@@ -213,7 +254,11 @@ def _identity(tensor: torch.Tensor) -> object:
 
 def _weight(name: str, tensor: torch.Tensor) -> Weight:
     if not isinstance(name, str):
-        raise WeightMismatchError(f"the name {name!r} is no text", phase="plan")
+        raise WeightMismatchError(
+            f"the name {name!r} is {type(name).__name__}, and no text",
+            phase="plan",
+            remedy="pass a mapping of names, such as model.state_dict(), to tensors",
+        )
     if tensor.is_quantized:
         raise ConfigurationError(f"weight {name!r} is quantised; dequantise it", phase="plan")
     if tensor.layout is not torch.strided:

@@ -136,7 +136,7 @@ def _known(module: nn.Module) -> _Known | None:
         return None
     state = state_of(module)
     owned = {bare_name(name): own for name in state if (own := _owned(module, name))}
-    if not state or len(owned) < len(state) or not all(map(_is_plain, state.values())):
+    if not state or len(owned) < len(state) or not all(map(_is_ordinary, state.values())):
         return None
     entries = tuple(_entry(*pair) for pair in zip(owned.values(), state.values(), strict=True))
     convert = Converter(module, hold=False)  # all values are views
@@ -145,8 +145,8 @@ def _known(module: nn.Module) -> _Known | None:
     return _Known(weakref.ref(module), tuple(state), entries, sent)
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN and not is_shard(value)
+def _is_ordinary(value: Any) -> bool:
+    return type(value) in _ORDINARY and not is_shard(value)
 
 
 def _entry(owned: _Owned, value: torch.Tensor) -> _Entry:
@@ -167,4 +167,4 @@ def _owned(module: nn.Module, name: str) -> _Owned | None:
 
 
 # Of these, place in memory and strides tell all; a sub-class may hold what they do not show.
-_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})

@@ -133,7 +133,7 @@ def common(intakes: Mapping[str, Intake], wishes: Wishes) -> Intake:
 def with_dtype(weight: Weight, dtype: torch.dtype | None) -> Weight:
     """``weight``, cast when it is read if it is a floating tensor of another dtype.
 
-    Numbers of eight bits are no approximation of a weight without their scales, and stay.
+    Numbers of eight bits are no approximation of a weight without their scales, and both stay.
 
     Example:
         >>> from weight_update.weights.extract import extract_weights
@@ -143,6 +143,8 @@ def with_dtype(weight: Weight, dtype: torch.dtype | None) -> Weight:
     """
     spec, rows = weight.spec, weight.rows
     if dtype is None or dtype == spec.dtype or not _is_floating(spec.dtype):
+        return weight
+    if spec.name.endswith(fp8.SCALE):
         return weight
     cast = weight.derived(TensorSpec(spec.name, dtype, spec.shape), lambda: weight.read().to(dtype))
     if rows is None:
@@ -182,6 +184,16 @@ def check_finite(weights: Sequence[Weight]) -> None:
             phase="plan",
             remedy="no engine was touched; go back to a sound checkpoint of the trainer",
         )
+
+
+def is_of_vocabulary(name: str) -> bool:
+    """Whether a weight has a row for each token.
+
+    Example:
+        >>> is_of_vocabulary("model.embed_tokens.weight"), is_of_vocabulary("model.norm.weight")
+        (True, False)
+    """
+    return _VOCABULARY.fullmatch(name) is not None
 
 
 def refuse_torn(
@@ -256,7 +268,7 @@ def _with_vocabulary(weights: Sequence[Weight], intake: Intake, wishes: Wishes) 
 
 
 def _has_vocabulary(spec: TensorSpec) -> bool:
-    return bool(spec.shape) and _VOCABULARY.fullmatch(spec.name) is not None
+    return bool(spec.shape) and is_of_vocabulary(spec.name)
 
 
 def _other_vocabulary(wrong: Sequence[Weight], rows: int) -> WeightMismatchError:

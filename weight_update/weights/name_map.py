@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from weight_update.errors import ConfigurationError, WeightMismatchError
+from weight_update.errors import ConfigurationError, WeightMismatchError, some_of
 from weight_update.options import NameMap
 from weight_update.weights.specs import Weight
 
@@ -56,6 +56,26 @@ def check_name_map(name_map: Any) -> None:
         )
 
 
+def rule_against_mark(unknown: Iterable[str], lacking: Iterable[str]) -> str | None:
+    r"""An expression for what stands before all names that an engine does not know, if anything.
+
+    Args:
+        unknown: Names that the engine does not know.
+        lacking: Names of its own that none of a push is.
+
+    Example:
+        >>> rule_against_mark(["policy.head", "policy.norm"], ["head", "norm"])
+        '^policy\\.'
+        >>> rule_against_mark(["policy.head", "critic.head"], ["head"]) is None
+        True
+    """
+    parts = [name.partition(".") for name in unknown]
+    marks, bare = {mark for mark, _, _ in parts}, {rest for _, _, rest in parts}
+    if len(marks) != 1 or bare.isdisjoint(lacking):
+        return None
+    return f"^{re.escape(marks.pop())}\\."
+
+
 class Renamer:
     """Renames one weight after the other, and remembers what names it gave.
 
@@ -93,9 +113,10 @@ class Renamer:
         """Raises ConfigurationError if an expression has matched nothing."""
         if self.idle:
             raise ConfigurationError(
-                f"name_map: {', '.join(map(repr, self.idle))} matches no name",
+                f"name_map: {', '.join(map(repr, self.idle))} matches no name; the names are "
+                f"{some_of(list(self._homes.values()))}",
                 phase="plan",
-                remedy="compare it with the names that get_model_metadata() shows",
+                remedy="weight_update.get_model_metadata(model) shows all names of a model",
             )
 
     def _applied(self, name: str) -> Any:

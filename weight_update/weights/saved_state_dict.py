@@ -20,11 +20,13 @@ from weight_update.weights.checkpoint import (
     refuse_packed,
 )
 from weight_update.weights.names import bare_name
+from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.specs import TensorSpec, Weight
 
 _CPU = torch.device("cpu")
 _NESTS = ("model", "state_dict", "module", "model_state_dict")
 _DDP = "module."
+_PEFT = "base_model.model."
 _EXTRA = "_extra_state"
 _ZIP = b"PK\x03\x04"
 _SAVE = "save model.state_dict() with torch.save, or write safetensors with save_pretrained()"
@@ -104,7 +106,11 @@ def _check_file(path: Path) -> None:
             remedy="name the file; a folder of safetensors is a Checkpoint",
         )
     if not path.is_file():
-        raise ConfigurationError(f"{path} does not exist", phase="plan")
+        raise ConfigurationError(
+            f"{path} does not exist",
+            phase="plan",
+            remedy=f"name the file that torch.save() wrote, here from {Path.cwd()}",
+        )
     if path.suffix == ".safetensors":
         raise ConfigurationError(
             f"{path} is a safetensors file, and no state_dict",
@@ -135,7 +141,8 @@ def _words(error: Exception) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "error:" in line or "GLOBAL" in line]
-    return (*telling, *lines, type(error).__name__)[0][:_WORDS]
+    words = (*telling, *lines, "")[0][:_WORDS]
+    return words if len(words.split()) > 1 else f"{type(error).__name__} {words}".rstrip()
 
 
 def _state_dict_in(path: Path, loaded: Any) -> Mapping[Any, Any]:
@@ -166,7 +173,15 @@ def _named(path: Path, state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     ]
     if wrong:
         raise WeightMismatchError(
-            f"{path}: not tensors: {some_of(wrong)}", phase="plan", remedy=_SAVE
+            f"{path}: not tensors: {some_of(wrong)}",
+            phase="plan",
+            remedy=f"{_SAVE}; one level down, it is looked for under {', '.join(_NESTS)} only",
+        )
+    if any(name.startswith(_PEFT) and ".lora_" in name for name in kept):
+        raise ConfigurationError(
+            f"{path} holds the state_dict of a PEFT model, with adapters beside their base",
+            phase="plan",
+            remedy="push the model itself, or save the state_dict of merge_and_unload()",
         )
     names = {name: bare_name(name) for name in kept}
     if all(name.startswith(_DDP) for name in names.values()):
@@ -178,7 +193,7 @@ def _named(path: Path, state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
 
 def _spec(path: Path, name: str, tensor: torch.Tensor) -> TensorSpec:
     what = None
-    if hasattr(tensor, "full_tensor"):
+    if is_shard(tensor):
         what = "a shard of a distributed tensor"
     elif tensor.is_quantized or tensor.layout is not torch.strided:
         what = f"quantised ({tensor.dtype})" if tensor.is_quantized else f"{tensor.layout}"

@@ -11,7 +11,7 @@ import torch
 from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.options import NameMap
 from weight_update.weights.buckets import GroupOf
-from weight_update.weights.extract import extract_weights
+from weight_update.weights.extract import extract_weights, not_tensors
 from weight_update.weights.families.fused import group_of as fused_group_of
 from weight_update.weights.families.fused import set_of
 from weight_update.weights.name_map import Renamer
@@ -182,12 +182,15 @@ def _checked(index: int, pair: Any) -> tuple[str, torch.Tensor]:
     name, tensor = pair
     if not isinstance(name, str) or not name:
         raise WeightMismatchError(
-            f"item {index} of the stream: the name {name!r} is no text", phase="plan"
+            f"item {index} of the stream: the name {name!r} is no text",
+            phase="plan",
+            remedy=_IN_PAIRS,
         )
     if not isinstance(tensor, torch.Tensor):
         raise WeightMismatchError(
             f"item {index} of the stream: {name!r} is {type(tensor).__name__}, and no tensor",
             phase="plan",
+            remedy=not_tensors({name: tensor}),
         )
     return name, tensor
 

@@ -165,18 +165,6 @@ def test_other_adapters_on_a_quantised_base_are_refused_by_name(make_llama) -> N
         extract_weights(peft.get_peft_model(model, settings))
 
 
-def test_a_4_bit_weight_that_was_rearranged_since_is_not_read_as_noise(make_llama) -> None:
-    model = quantised(llama(make_llama), "fp4")
-    weights = {weight.spec.name: weight for weight in extract_weights(model)}
-    state = model.model.layers[0].self_attn.q_proj.weight.quant_state
-    state.packing_format_for_cpu = True  # as a forward in eval mode does where the CPU has it
-
-    with pytest.raises(ConfigurationError, match="4-bit") as caught:
-        weights[Q_PROJ].read()
-
-    assert caught.value.phase == "transfer"
-
-
 # -- quantisers that nobody here knows -----------------------------------------------------
 
 
@@ -279,12 +267,11 @@ def test_an_fp8_base_under_an_adapter_is_refused_since_its_scales_are_elsewhere(
 
 def lay_out_for_inference(model: nn.Module) -> nn.Module:
     """As a forward in eval mode does it to 4-bit layers on a CPU that computes in bf16."""
+    lay_out = bitsandbytes.functional._convert_weight_packed_for_cpu
     for layer in model.modules():
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
             weight = layer.weight
-            weight.data, weight.quant_state = bitsandbytes.functional._convert_weight_packed_for_cpu(
-                weight.data, weight.quant_state
-            )
+            weight.data, weight.quant_state = lay_out(weight.data, weight.quant_state)
     return model
 
 

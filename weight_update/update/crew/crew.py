@@ -94,18 +94,20 @@ class Crew:
         """Whether this rank talks to the engines."""
         return self._duty.rank == self._duty.ranks[0]
 
-    def run(self, update: Update, deadline: Deadline) -> UpdateReport:
+    def run(self, update: Update, deadline: Deadline, engines: Sequence[str] = ()) -> UpdateReport:
         """Runs ``update`` on the leader, and follows it on the others.
 
         Args:
             update: Updates the engines; it gets its weights from :meth:`lead`.
             deadline: By when every rank must have come. An update that runs is waited for as
                 long as it says.
+            engines: URLs of what this rank means to update. One that shares none with the leader
+                runs another update, of a model that may look just the same.
 
         Raises:
             WeightUpdateError: The same on all ranks.
         """
-        self._duty.deadline = deadline
+        self._duty.deadline, self._duty.engines = deadline, tuple(engines)
         try:
             return self._leader.command(update) if self.leads else Follower(self._duty).follow()
         finally:

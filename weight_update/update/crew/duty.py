@@ -21,7 +21,7 @@ LET_GO_SECONDS = 1.0
 
 
 @dataclass
-class Desk:
+class Station:
     """What a rank keeps from one update to the next.
 
     Attributes:
@@ -35,7 +35,7 @@ class Desk:
     litter: dict[tuple[int, ...], list[str]] = field(default_factory=dict)
 
 
-_desks: WeakKeyDictionary[Any, Desk] = WeakKeyDictionary()
+_stations: WeakKeyDictionary[Any, Station] = WeakKeyDictionary()
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Duty:
         trouble: Why it could not.
         deadline: By when every rank must have come.
         reads: What was announced and is not read yet.
-        entered: Whether the desk is this update's.
+        entered: Whether the station is this update's.
+        engines: What this rank would update, were it to lead.
     """
 
     ranks: tuple[int, ...]
@@ -59,9 +60,10 @@ class Duty:
     deadline: Deadline = field(default_factory=lambda: Deadline(0.0))
     reads: Reads = field(default_factory=Reads)
     entered: bool = False
+    engines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.desk = _desks.setdefault(self.channel, Desk())
+        self.station = _stations.setdefault(self.channel, Station())
 
     @property
     def rank(self) -> int:
@@ -70,7 +72,7 @@ class Duty:
 
     def enter(self) -> None:
         """One update at a time: the ranks would not agree whose gather comes first."""
-        if not self.desk.busy.acquire(timeout=self.deadline.remaining()):
+        if not self.station.busy.acquire(timeout=self.deadline.remaining()):
             raise UpdateTimeout(
                 f"another update of rank {self.rank} still ran after {self.deadline.seconds:.1f} s",
                 phase="plan",
@@ -79,14 +81,14 @@ class Duty:
 
     def await_earlier_reads(self) -> None:
         """A gather that an earlier update left behind must not meet those of this one."""
-        if not self.desk.reads.idle(self.deadline.remaining() / 2):
+        if not self.station.reads.idle(self.deadline.remaining() / 2):
             raise stuck(self.rank)
-        self.desk.reads = self.reads
+        self.station.reads = self.reads
         let_go()
 
     def leave(self) -> None:
         """The next update may come."""
         if self.entered:
-            if self.desk.reads.idle(0.0):
+            if self.station.reads.idle(0.0):
                 let_go()
-            self.desk.busy.release()
+            self.station.busy.release()

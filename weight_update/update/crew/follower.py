@@ -56,6 +56,7 @@ class Follower:
         duty, token = self._duty, uuid.uuid4().hex
         trouble = None if duty.trouble is None else messages.plain(duty.trouble, "plan")
         ready = {"token": token, "digests": digests(duty.weights), "error": trouble}
+        ready |= {"engines": list(duty.engines)}
         self._channel.post(messages.ready_key(duty.rank), ready)
         return token
 

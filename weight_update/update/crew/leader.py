@@ -9,7 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from weight_update.errors import UpdateTimeout, WeightMismatchError, WeightUpdateError
+from weight_update.errors import (
+    ConfigurationError,
+    UpdateTimeout,
+    WeightMismatchError,
+    WeightUpdateError,
+)
 from weight_update.report import UpdateReport
 from weight_update.update.crew import messages
 from weight_update.update.crew.digests import differs_from
@@ -130,9 +135,16 @@ class Leader:
         self._channel.post(messages.answer_key(token), answer)
 
     def _inspect(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Raises if a rank could not extract its weights, or has others."""
+        """Raises if a rank could not extract its weights, has others, or runs another update."""
         if message["error"] is not None:
             raise messages.error_of_rank(rank, message["error"])
+        mine, theirs = self._duty.engines, message["engines"]
+        if mine and theirs and not set(mine) & set(theirs):
+            raise ConfigurationError(
+                f"rank {rank} updates {theirs[0]}, and rank {self._duty.rank} {mine[0]}",
+                phase="plan",
+                remedy="give every rank the same URLs, and call senders in the same order on all",
+            )
         name = differs_from(self._duty.weights, message["digests"])
         if name is not None:
             where = f" from {name!r} on" if name else ""
@@ -158,7 +170,7 @@ class Leader:
         self._say({"read": list(indices)})
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        litter = self._duty.desk.litter.setdefault(self._others, [])
+        litter = self._duty.station.litter.setdefault(self._others, [])
         if not self._said:
             litter.append(messages.fault_key(self._attempt))
         litter.append(messages.said_key(self._attempt, self._said))
@@ -167,5 +179,5 @@ class Leader:
 
     def _sweep(self) -> None:
         """Removes what was said before: every rank that is ready has heard it."""
-        for key in self._duty.desk.litter.pop(self._others, ()):
+        for key in self._duty.station.litter.pop(self._others, ()):
             self._channel.remove(key)

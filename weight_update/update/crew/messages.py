@@ -3,7 +3,7 @@
 ========================== ========== ===================================================
 key                        from       message
 ========================== ========== ===================================================
-``ready/{rank}``           a follower its token, digests of its weights, or its error
+``ready/{rank}``           a follower its token, its engines and digests, or its error
 ``answer/{token}``         the leader where it will speak, and for how long
 ``{attempt}/{number}``     the leader what is read next; at last the report, or the error
 ``{attempt}/fault``        a follower the error of a read that failed

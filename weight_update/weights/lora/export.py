@@ -89,11 +89,12 @@ def _config_of(module: nn.Module, name: str) -> Any:
 
 def _refuse_rescaled(module: nn.Module, name: str, config: Any) -> None:
     """An engine computes the scale from the config, and cannot know of another."""
-    if config.rank_pattern or config.alpha_pattern:
-        return  # a layer's own config is PEFT's to find
-    scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
     for layer in _layers(module):
-        if layer.scaling.get(name, scale) != scale:
+        if name not in getattr(layer, "scaling", ()):  # trained tokens have none
+            continue
+        rank, alpha = layer.r[name], layer.lora_alpha[name]
+        scale = alpha / (rank**0.5 if config.use_rslora else rank)
+        if layer.scaling[name] != scale:
             raise _refusal(
                 f"adapter {name!r} was rescaled from {scale:g} to {layer.scaling[name]:g}",
                 "push with lora='merge', or put the scale into lora_alpha",

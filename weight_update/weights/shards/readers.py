@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from weight_update.weights.shards.gather import is_shard, ranks_of
-from weight_update.weights.shards.wrapped import is_wrapped
+from weight_update.weights.shards.wrapped import is_gathered, is_wrapped
 
 
 def readers_of(source: Any, ranks: int) -> set[int]:
@@ -25,7 +25,8 @@ def readers_of(source: Any, ranks: int) -> set[int]:
     if isinstance(source, nn.Module) and is_wrapped(source):
         return set(range(ranks))
     sharded = (tensor for tensor in _tensors_of(source) if is_shard(tensor))
-    return {rank for shard in sharded for rank in ranks_of(shard) or range(ranks)}
+    found = {rank for shard in sharded for rank in ranks_of(shard) or range(ranks)}
+    return found or (set(range(ranks)) if is_gathered(source) else set())
 
 
 def _tensors_of(source: Any) -> Iterable[Any]:
