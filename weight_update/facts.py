@@ -88,6 +88,7 @@ class Intake:
             others as they were.
         any_shape: A push may bring other shapes than the one before.
         shapes: Of the weights in its model's folder, by name; empty when unknown.
+        unread: Its model's folder cannot be read here, so it may be quantised without a word.
     """
 
     architectures: tuple[str, ...] = ()
@@ -102,3 +103,4 @@ class Intake:
     partial_modules: bool = True
     any_shape: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    unread: bool = False

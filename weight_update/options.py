@@ -238,7 +238,8 @@ def check_dtype(dtype: Any) -> None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigurationError(
-            f"dtype={dtype!r} must be a floating point torch dtype, or 'engine' for its own"
+            f"dtype={dtype!r} must be a floating point torch dtype, such as torch.bfloat16, or "
+            "'engine' for its own"
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_update.engines.model_folder import read_config, read_scaled
+from weight_update.engines.model_folder import read_config, read_scaled, read_shapes
 from weight_update.engines.sglang_facts import intake_of
 from weight_update.facts import Intake
 
@@ -194,12 +194,14 @@ def test_what_is_no_configuration_is_none(tmp_path: Path, text: str) -> None:
 
     assert read_config(str(tmp_path)) == {}
     assert read_scaled(str(tmp_path)) is None
+    assert read_shapes(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("path", [None, 3, "", "org/name", ".", "/no\x00where", "/" + "x" * 5000])
 def test_a_path_that_names_no_folder_of_this_machine_is_none(path: Any) -> None:
     assert read_config(path) == {}
     assert read_scaled(path) is None
+    assert read_shapes(path) == {}
 
 
 def test_a_relative_path_is_not_read_though_it_exists_here(
@@ -236,3 +238,25 @@ def test_a_damaged_checkpoint_shows_no_weights(tmp_path: Path, data: bytes) -> N
     (tmp_path / "model.safetensors").write_bytes(data)
 
     assert read_scaled(str(tmp_path)) is None
+
+
+def test_shapes_are_those_in_the_headers_of_all_files(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "one.safetensors", {"format": "pt"})
+    save_file({"b": torch.tensor(1.0)}, tmp_path / "two.safetensors")
+    weight_map = {"a": "one.safetensors", "b": "two.safetensors", "c": "missing.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+    assert read_shapes(str(tmp_path)) == {"a": (2, 3), "b": ()}
+
+
+def test_shapes_that_are_none_are_left_out(tmp_path: Path) -> None:
+    entries = {"a": {"shape": [2]}, "b": {"shape": [2.5]}, "c": {"shape": "2"}, "d": 3}
+    header = json.dumps(entries).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    assert read_shapes(str(tmp_path)) == {"a": (2,)}

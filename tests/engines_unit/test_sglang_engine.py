@@ -342,3 +342,14 @@ def test_values_of_quantised_weights_are_not_asked_for(engine, server, answer) -
 
     assert engine.first_values("model.norm.weight", soon()) is None
     assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("model_path", "unread"), [("org/name", True), ("/not/here", True), (None, False)]
+)
+def test_a_model_folder_that_cannot_be_read_here_is_told(
+    engine, server, answer, model_path: str | None, unread: bool
+) -> None:
+    server.answers["/model_info"] = answer(body={**MODEL, "model_path": model_path})
+    engine.inspect(soon())
+    assert engine.intake.unread == unread

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from weight_update import EngineState, UpdateTimeout, WeightUpdateError
+from weight_update.facts import Intake
 from weight_update.report import Progress
 from weight_update.update.fleet import Fleet
 from weight_update.update.updater import Payload, Push
@@ -572,3 +573,11 @@ def test_an_engine_that_never_answers_leaves_time_for_a_quorum() -> None:
 
     states_ = [report.engines[engine.url].state for engine in home.engines]
     assert states_ == [EngineState.NEW, EngineState.NEW, EngineState.UNREACHABLE]
+
+
+def test_an_engine_whose_model_cannot_be_looked_at_may_be_quantised_and_the_report_says_so():
+    home = fakes.house(2)
+    home.engines[1].intake = Intake(unread=True)
+    warnings = home.push().warnings
+    assert [text.partition(": ")[0] for text in warnings] == [home.engines[1].url]
+    assert "not known whether its checkpoint is quantised" in warnings[0]

@@ -317,7 +317,10 @@ class SGLangEngine:
         # An update from disk moves the model's path, and only this answer tells.
         folder = model.get("model_path") or info.get("model_path")
         again = self.capabilities.sessions
-        intake = intake_of(info, model, read_config(folder), requantises=again)
+        config = read_config(folder)
+        intake = intake_of(info, model, config, requantises=again)
+        if folder and not config and intake.quantization is None:
+            return replace(intake, unread=True)
         if intake.quantization is None and info.get("load_format") != "dummy":
             return replace(intake, shapes=read_shapes(folder))
         return replace(intake, scaled=read_scaled(folder)) if intake.block else intake

@@ -209,7 +209,10 @@ def why_not(support: LoRASupport, release: str) -> str | None:
     """Why a server takes no adapters at all; None when it does."""
     if not support.route:
         known = release or "(release unknown)"
-        return f"SGLang {known} takes no adapters from tensors; 0.5.8 or later does, or {MERGE}"
+        return (
+            f"SGLang {known} has no route that loads adapters from tensors, as releases from 0.5.8 "
+            f"on have (the reference engine has none either); {MERGE}"
+        )
     if not support.enabled:
         return f"it was started without --enable-lora; restart it with it, or {MERGE}"
     if support.replicated:

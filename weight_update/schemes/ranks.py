@@ -16,7 +16,6 @@ from weight_update.update.reader import nobody_else
 from weight_update.waiting import Deadline
 from weight_update.weights.shards.readers import readers_of
 
-
 _log = logging.getLogger("weight_update")
 
 

@@ -71,7 +71,7 @@ class SGLangWeightSender:
         else:
             raise ConfigurationError(
                 f"a torch module is needed, not {type(model).__name__}",
-                remedy="pass a mapping of tensors to update_weights() instead",
+                remedy="register a function that returns it, or pass it to every update_weights()",
             )
 
     def register_collector(self, collector: Any) -> None:

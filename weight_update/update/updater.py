@@ -51,6 +51,10 @@ _JUDGE_SECONDS = 1.0
 _DISCOVERY_SHARE = 0.25
 _PLANNING_SHARE = 0.5
 _LAST_WORDS_SECONDS = 1.0
+_UNREAD = (
+    "the folder of its model cannot be read here, so it is not known whether its checkpoint is "
+    "quantised (fp8 blocks would take these weights without an error, and compute garbage)"
+)
 # What an engine can do to an attempt; everything else would fail without it as well.
 _ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
@@ -406,6 +410,8 @@ class Updater:
         """Which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
         known = {name for member in fleet.members for name in member.shapes}
+        unread = [f"{url}: {_UNREAD}" for url, intake in intakes.items() if intake.unread]
+        run.warnings += [text for text in unread if text not in run.warnings]
 
         def plan(stream: AbstractContextManager[object]) -> Plan | GrowingPlan:
             with stream:

@@ -140,6 +140,8 @@ def _name_trouble(unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[st
         yield f"it does not know {len(unknown)} of the weights and would ignore {some_of(unknown)}"
     if lacking:
         yield f"{len(lacking)} of its own weights would stay old: {some_of(lacking)}"
+        if list(lacking) == ["lm_head.weight"]:
+            yield "the trainer may tie it to its embedding (tie_word_embeddings), and it does not"
 
 
 def _not_readable(member: Member, names: Sequence[str], deadline: Deadline) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -146,12 +146,16 @@ def _remedy_for(source: Any) -> str:
             "Checkpoint(path) opens a folder of safetensors, SavedStateDict(path) a file of "
             "torch.save(model.state_dict(), path)"
         )
-    if isinstance(source, Iterable):
+    if isinstance(source, Collection) and _is_pair(next(iter(source), None)):
         return "of pairs of names and tensors, pass dict(pairs), or Stream(pairs, whole=True)"
     return (
         "pass a module, a mapping of names to tensors, a TensorDict, a Checkpoint, a "
         "SavedStateDict, an iterator of names and tensors, or a function that returns any of these"
     )
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, (tuple, list)) and len(item) == 2
 
 
 def _is_tensordict(source: Any) -> bool:

@@ -14,10 +14,6 @@ from weight_update.errors import ConfigurationError
 # among them: models have true children of that name, so DDP is recognised by its class.
 _INFIXES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _VALUE_HEADS = frozenset({"v_head", "value_head", "critic", "critic_head"})
-_ONE_OF_THEM = (
-    "pass the one that the engines serve, such as policy.actor; if all of it is one model, pass a "
-    "mapping with the engine's names"
-)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -143,7 +139,8 @@ def _ambiguous(module: nn.Module, models: dict[str, nn.Module]) -> Configuration
     return ConfigurationError(
         f"{type(module).__name__} holds {len(models)} language models: {candidates}",
         phase="plan",
-        remedy=_ONE_OF_THEM,
+        remedy=f"pass the one that the engines serve, such as its .{next(iter(models))}; if all of "
+        "it is one model, pass a mapping with the engine's names",
     )
 
 
