@@ -267,7 +267,7 @@ def test_a_release_without_the_route_is_refused(engine, adapters, server, answer
     server.answers[LOAD_ROUTE] = answer(404, {"detail": "Not Found"})
     engine.inspect(soon())
 
-    assert "SGLang 0.5.6 takes no adapters" in str(engine.objection("abort"))
+    assert "SGLang 0.5.6 has no route that loads adapters" in str(engine.objection("abort"))
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -21,6 +21,7 @@ from weight_update.weights.shards.gather import weight_of
 from weight_update.weights.shards.parts import Parts
 from weight_update.weights.shards.wrapped import is_wrapped, wrapped_weights
 from weight_update.weights.specs import Weight
+from weight_update.weights.state import state_of
 
 _SHOWN = 3
 
@@ -215,11 +216,11 @@ def _from_module(module: nn.Module) -> Iterator[Weight]:
     if base is not None:
         return as_checkpoint(_from_entries(merged_tensors(base)), base)
     plain = merged_copy(module)
-    return as_checkpoint(from_state_dict(plain.state_dict(keep_vars=True)), plain)
+    return as_checkpoint(from_state_dict(state_of(plain)), plain)
 
 
 def from_state_dict(state: Mapping[str, Any]) -> Iterator[Weight]:
-    """The weights of a plain module, from its ``state_dict(keep_vars=True)``."""
+    """The weights of a plain module, from what :func:`state_of` tells."""
     return _from_entries(Entry(name, value) for name, value in state.items())
 
 

@@ -21,8 +21,8 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
 def llama(make_llama, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Wide enough for blocks of 64 values."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "attention_bias": True}
+    """Wide enough for blocks of 64 values, and for two of them in a row of `down_proj`."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "attention_bias": True}
     return make_llama(seed=seed, dtype=dtype, **sizes)
 
 
