@@ -28,8 +28,9 @@ class TwoLinears(nn.Module):
 
 
 def known(model: nn.Module) -> ExtractionCache:
-    """A cache that has seen the model."""
+    """A cache that has seen the model come again."""
     cache = ExtractionCache()
+    cache.extract(model)
     cache.extract(model)
     return cache
 
@@ -46,6 +47,13 @@ def test_an_unchanged_model_is_walked_once_and_not_extracted_again(monkeypatch):
     for name in ("from_state_dict", "extract_weights", "Converter"):
         monkeypatch.setattr(extraction_cache, name, None)
     assert [weight.spec.name for weight in cache.extract(model)] == list(model.state_dict())
+
+
+def test_a_model_that_came_once_is_not_remembered():
+    """What is sent and what is remembered would otherwise exist beside each other."""
+    cache = ExtractionCache()
+    cache.extract(TwoLinears())
+    assert cache._known is None
 
 
 def test_new_values_in_the_same_tensors_are_read_by_the_known_weights():

@@ -37,6 +37,7 @@ class ExtractionCache:
 
     def __init__(self) -> None:
         self._known: _Known | None = None
+        self._seen: Callable[[], nn.Module | None] = _nothing
 
     def extract(self, source: Any) -> tuple[Weight, ...]:
         """As :func:`extract_weights`."""
@@ -45,10 +46,25 @@ class ExtractionCache:
         module = unwrap(source)
         known = self._known  # another thread may extract another model meanwhile
         if known is None or not known.holds_for(module):
-            # These hold their tensors, so that a model that nobody keeps can be sent.
-            self._known = _known(module)
-            return extract_weights(module)
-        return known.weights
+            known = self._known_again(module)
+        # What is first sent holds its tensors, so that a model that nobody keeps can be sent.
+        return extract_weights(module) if known is None else known.weights
+
+    def _known_again(self, module: nn.Module) -> _Known | None:
+        """What is remembered of a module that comes again.
+
+        Of one that comes for the first time it is nothing: it may be the last, and 20,000 tensors
+        would take 25 MB beside the weights that are sent.
+        """
+        again = self._seen() is module
+        self._seen = weakref.ref(module)
+        found = _known(module) if again else None
+        self._known = found if found is not None and found.holds_for(module) else None
+        return self._known
+
+
+def _nothing() -> None:
+    """Nothing was extracted yet."""
 
 
 class _Owned:
@@ -56,6 +72,8 @@ class _Owned:
 
     No tensor is referred to, not even weakly: ``torch.utils.swap_tensors`` refuses that.
     """
+
+    __slots__ = ("key", "owner")
 
     def __init__(self, owner: nn.Module, key: str) -> None:
         self.owner = weakref.ref(owner)

@@ -27,7 +27,8 @@ def names_rows(rounds: int, identity: Mapping[str, Any]) -> Iterator[Row]:
     """
     stacked = deepseek_v3()
     cache = ExtractionCache()
-    weights = cache.extract(stacked)
+    cache.extract(stacked)
+    weights = cache.extract(stacked)  # what comes again is remembered
     settings = {"tensors": len(weights), "rounds": rounds, "device": "meta"}
     identity = {**identity, "settings": settings}
     names = f"{len(weights):,} names of DeepSeek-V3"
@@ -60,6 +61,7 @@ def _unchanged(
     job: str, model: nn.Module, cache: ExtractionCache, rounds: int, identity: Mapping[str, Any]
 ) -> Row:
     cache.extract(model)
+    cache.extract(model)  # what comes again is remembered
     pairs = [
         Pair(timed(lambda: cache.extract(model)), timed(model.state_dict)) for _ in range(rounds)
     ]
