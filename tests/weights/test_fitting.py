@@ -396,3 +396,13 @@ def test_scales_of_fp8_weights_keep_their_dtype_under_any_other() -> None:
     cast = [with_dtype(weight, torch.bfloat16).spec.dtype for weight in weights]
 
     assert cast == [torch.float32, torch.bfloat16]
+
+
+def test_engines_that_quantise_other_weights_get_other_bytes() -> None:
+    blocks = {"quantization": "fp8", "block": (128, 128)}
+    fleet = {
+        "http://a": Intake(**blocks, scaled=frozenset({"a.weight"})),
+        "http://b": Intake(**blocks, scaled=frozenset({"b.weight"})),
+    }
+    with pytest.raises(ConfigurationError, match="differ in which weights are quantised"):
+        common(fleet, Wishes())

@@ -116,6 +116,8 @@ def common(intakes: Mapping[str, Intake], wishes: Wishes) -> Intake:
         _agree(dtypes, "dtype", "give a torch dtype, which each engine casts to its own")
     _agree(sizes, "vocabulary", "update them by senders of their own")
     _agree(kinds, "quantisation", "update them by senders of their own")
+    scales = {u: (i.scaled, i.unconverted) for u, i in intakes.items() if i.quantization}
+    _agree(scales, "which weights are quantised", "update them by senders of their own")
     told = list(intakes.values())
     first = told[0] if told else Intake()
     return replace(
@@ -353,8 +355,8 @@ def _agree(told: Mapping[str, object], what: str, remedy: str) -> None:
     other = next((url for url in urls if told[url] != told[urls[0]]), None)
     if other is not None:
         raise ConfigurationError(
-            f"{urls[0]} and {other} differ in {what} ({told[urls[0]]} and {told[other]}), and "
-            "all engines get the same bytes",
+            f"{urls[0]} and {other} differ in {what} ({told[urls[0]]!s:.60} and "
+            f"{told[other]!s:.60}), and all engines get the same bytes",
             engines=(urls[0], other),
             phase="plan",
             remedy=remedy,
