@@ -129,15 +129,29 @@ def test_an_unknown_name_among_known_ones_does_not_keep_them_out(at_a: Served) -
     assert at_a.serves(SEED_B)
 
 
-@pytest.mark.usefixtures("healed")
-def test_a_wrong_shape_leaves_the_server_mixed_and_held_until_a_full_push(
-    at_a: Served, sender: SGLangWeightSender
+@pytest.mark.parametrize("name", [NORM, GATE])
+def test_a_wrong_shape_is_refused_before_any_pause(
+    at_a: Served, sender: SGLangWeightSender, name: str
 ) -> None:
+    """The folder of the server's model is on this machine, and tells."""
+    with pytest.raises(WeightMismatchError, match=re.escape(name)) as caught:
+        sender.update_weights({**weights_of(at_a, SEED_B), name: torch.ones(64, 3)})
+
+    assert caught.value.phase == "plan"
+    assert at_a.serves(SEED_A)
+
+
+@pytest.mark.usefixtures("healed")
+def test_a_wrong_shape_leaves_the_server_mixed_and_held_until_a_full_push(at_a: Served) -> None:
     wrong = {**weights_of(at_a, SEED_B), NORM: torch.ones(3)}
 
-    with pytest.raises(EngineRejected, match="partially updated") as caught:
-        sender.update_weights(wrong)
+    with sender_of(at_a, verify="off") as sender:
+        with pytest.raises(EngineRejected, match="partially updated") as caught:
+            sender.update_weights(wrong)
+        assert_held_until_a_full_push(at_a, sender, caught)
 
+
+def assert_held_until_a_full_push(at_a: Served, sender: SGLangWeightSender, caught: Any) -> None:
     assert caught.value.report is not None
     outcome = caught.value.report.engines[at_a.server.url]
     # No label is right for mixed weights.
@@ -153,10 +167,11 @@ def test_a_wrong_shape_leaves_the_server_mixed_and_held_until_a_full_push(
 def test_a_wrong_shape_of_a_part_of_a_fused_layer_is_answered_yes_and_spoils_the_model(
     at_a: Served, sender: SGLangWeightSender
 ) -> None:
-    """SGLang's loaders for the CPU cut or pad it. Metadata given at the start would have told."""
+    """SGLang's loaders for the CPU cut or pad it."""
     wrong = {**weights_of(at_a, SEED_B), GATE: torch.zeros(64, 64)}
 
-    report = sender.update_weights(wrong)
+    with sender_of(at_a, verify="off") as careless:
+        report = careless.update_weights(wrong)
 
     assert report.engines[at_a.server.url].state is EngineState.NEW
     assert not at_a.serves(SEED_A)
