@@ -13,8 +13,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -341,6 +343,31 @@ def test_a_peer_that_dies_in_a_broadcast_is_an_error_at_once(open_update_group: 
     with pytest.raises(WeightUpdateError, match="the broadcast failed") as caught:
         wait_until(lambda: not group.moving())
     assert caught.value.phase == "transfer"
+
+
+class BrokenWork:
+    """Part of a broadcast whose peer is gone; like torch's, it raises from no frame of its own."""
+
+    def __init__(self) -> None:
+        self.wait = partial(torch.zeros(2).view, 3)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_an_error_that_somebody_keeps_keeps_no_socket_of_the_group_open(
+    open_update_group: OpenGroup,
+) -> None:
+    """A work holds the connections: peers of one that died would wait as long as it lives."""
+    group = open_update_group()
+    group._works = [BrokenWork(), BrokenWork()]
+    works = [weakref.ref(work) for work in group._works]
+
+    with pytest.raises(WeightUpdateError, match="the broadcast failed") as kept:
+        group.moving()
+
+    assert kept.value.__traceback__ is not None
+    assert [work() for work in works] == [None, None]
 
 
 def test_a_group_that_was_given_up_takes_no_broadcast_and_never_looks_finished(

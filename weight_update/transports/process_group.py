@@ -149,12 +149,15 @@ class UpdateGroup:
             return True
         if not all(work.is_completed() for work in self._works):
             return True
+        works, self._works = self._works, []
         try:
-            for work in self._works:
-                work.wait()
+            while works:
+                works.pop(0).wait()
         except RuntimeError as error:
+            # A work keeps the sockets of its group open, and with them every peer that waits:
+            # a traceback, which lives as long as somebody looks at the error, must not hold one.
+            works.clear()
             raise EngineUnreachable(f"the broadcast failed: {error}", phase="transfer") from error
-        self._works = []
         return False
 
     def _collect_first_works(self) -> bool:
