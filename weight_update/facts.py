@@ -88,6 +88,8 @@ class Intake:
             others as they were.
         any_shape: A push may bring other shapes than the one before.
         shapes: Of the weights in its model's folder, by name; empty when unknown.
+        offline: Why it takes no weights from a group, in words; None when it does.
+        free_bytes: Memory that it has free for an update; None when it does not say.
         unread: Its model's folder cannot be read here, so it may be quantised without a word.
     """
 
@@ -103,4 +105,6 @@ class Intake:
     partial_modules: bool = True
     any_shape: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    offline: str | None = None
+    free_bytes: int | None = None
     unread: bool = False

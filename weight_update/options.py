@@ -18,6 +18,11 @@ Strategy = Literal["tensordict", "state_dict"]
 Backend = Literal["auto", "nccl", "gloo"]
 OnFailure = Literal["hold", "resume"]
 LoadFormat = Literal["auto", "flattened_bucket", "tensors"]
+Transport = Literal["auto", "broadcast", "ipc", "disk"]
+Way = Literal["broadcast", "ipc", "disk", "request"]
+"""How the bytes of an update get to the engines: a :data:`Transport` that was chosen, or inside
+the requests, as adapters do."""
+TrainerRanks = Literal["one", "node"]
 Verify = Literal["auto", "checksum", "sample", "off"]
 WhenBusy = Literal["wait", "refuse"]
 StaleCache = Literal["warn", "refuse"]
@@ -103,6 +108,9 @@ class UpdateOptions:
     backend: Backend = "auto"
     bucket_bytes: int | None = None
     load_format: LoadFormat = "auto"
+    transport: Transport = "auto"
+    directory: str | None = None
+    trainer_ranks: TrainerRanks = "one"
     timeout: float = 300.0
     on_failure: OnFailure = "hold"
     dtype: DTypeLike = None
@@ -126,6 +134,8 @@ class UpdateOptions:
         self.flush_wanted()
         check_choice("on_failure", self.on_failure, OnFailure)
         check_choice("load_format", self.load_format, LoadFormat)
+        check_choice("transport", self.transport, Transport)
+        check_choice("trainer_ranks", self.trainer_ranks, TrainerRanks)
         check_choice("verify", self.verify, Verify)
         check_choice("when_busy", self.when_busy, WhenBusy)
         check_choice("stale_cache", self.stale_cache, StaleCache)

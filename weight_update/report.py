@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any, Literal, get_args
 
 from weight_update.errors import Phase, WeightUpdateError, kind_of_error
+from weight_update.options import Way
 
 Verification = Literal["checksum", "sample", "unverified", "off"]
 InFlight = Literal["aborted", "retracted", "frozen"]
@@ -95,6 +96,31 @@ ProgressHook = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
+class Route:
+    """The way that the bytes of an update took.
+
+    Attributes:
+        way: ``broadcast``, ``ipc``, ``disk``, or ``request`` for an adapter.
+        backend: What carried them, such as ``nccl`` or ``gloo``.
+        bucket_bytes: No bucket of several tensors was larger.
+        reasons: What was chosen and why; empty where nothing had to be.
+
+    Example:
+        >>> print(Route("broadcast", "nccl", 2 << 30, ("one broadcast a tensor: 291 tensors",)))
+        by broadcast over nccl, in buckets of 2.15 GB (one broadcast a tensor: 291 tensors)
+    """
+
+    way: Way
+    backend: str
+    bucket_bytes: int
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        return f"by {self.way} over {self.backend}, in buckets of {_amount(self.bucket_bytes)}{why}"
+
+
+@dataclass(frozen=True)
 class UpdateReport:
     """What one :meth:`update_weights` call did.
 
@@ -111,6 +137,7 @@ class UpdateReport:
         engines: Outcome by engine URL, as given.
         pause_mode: The pause mode that was used.
         warnings: What the caller should know although the update succeeded.
+        route: The way that the bytes took; None before there was one.
 
     Example:
         >>> outcome = EngineOutcome("http://a:1", EngineState.NEW, "3", paused=False)
@@ -136,6 +163,7 @@ class UpdateReport:
     engines: Mapping[str, EngineOutcome]
     pause_mode: str = "retract"
     warnings: tuple[str, ...] = field(default=())
+    route: Route | None = None
 
     @property
     def verification(self) -> Verification:
@@ -171,6 +199,8 @@ class UpdateReport:
         plain = asdict(self)
         plain["seconds"] = dict(self.seconds)
         plain["warnings"] = list(self.warnings)
+        if self.route is not None:
+            plain["route"]["reasons"] = list(self.route.reasons)
         plain["gigabytes_per_second"] = self.gigabytes_per_second
         plain["verification"], plain["in_flight"] = self.verification, self.in_flight
         plain["engines"] = {
@@ -187,7 +217,10 @@ class UpdateReport:
             for url, outcome in plain["engines"].items()
         }
         given = {field.name: plain[field.name] for field in fields(cls)}
-        return cls(**{**given, "engines": outcomes, "warnings": tuple(plain["warnings"])})
+        given |= {"engines": outcomes, "warnings": tuple(plain["warnings"])}
+        if route := plain["route"]:
+            given["route"] = Route(**{**route, "reasons": tuple(route["reasons"])})
+        return cls(**given)
 
     @property
     def headline(self) -> str:
@@ -201,7 +234,9 @@ class UpdateReport:
 
     def __str__(self) -> str:
         notes = [f"  warning: {warning}" for warning in self.warnings]
-        return "\n".join([self.headline, *(f"  {line}" for line in self.engine_lines()), *notes])
+        route = [] if self.route is None else [f"  {self.route}"]
+        lines = [f"  {line}" for line in self.engine_lines()]
+        return "\n".join([self.headline, *route, *lines, *notes])
 
     def _phases(self) -> str:
         phases = [(k, v) for k, v in self.seconds.items() if k not in ("total", "paused")]

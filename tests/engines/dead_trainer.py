@@ -23,6 +23,7 @@ from weight_update.report import Progress
 from weight_update.transports.process_group import UpdateGroup, open_group
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket
+from weight_update.weights.cargo import Cargo
 from weight_update.weights.extract import extract_weights
 
 from .engine_server import REPOSITORY
@@ -51,12 +52,12 @@ def short_of_a_tensor(url: str) -> None:
     engine = SGLangEngine(url, HttpOptions())
     group = _joined(engine, deadline)
     engine.pause("retract", deadline, again=False)
-    session = engine.session()
+    session = engine.session("broadcast")
     session.open(deadline)
     first, second = extract_weights(tiny_llama(SEED_B))[:2]
     bucket = Bucket((first, second), flat=False)
     announce = {"group_name": group.name, "flush": False, "deadline": deadline}
-    spawn(lambda: session.apply(bucket, **announce))  # type: ignore[arg-type]
+    spawn(lambda: session.apply(bucket, Cargo(), **announce))  # type: ignore[arg-type]
     group.broadcast([first.read()])
     print(SENT, flush=True)
     time.sleep(SECONDS)

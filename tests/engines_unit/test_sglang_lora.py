@@ -17,6 +17,7 @@ from weight_update.errors import EngineRejected
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
+from weight_update.weights.cargo import Cargo
 
 UNLOAD_ROUTE = "/unload_lora_adapter"
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -97,9 +98,9 @@ def engine(server, adapters, courier) -> Iterator[SGLangAdapterEngine]:
 
 
 def push(engine: SGLangAdapterEngine) -> None:
-    session = engine.session()
+    session = engine.session("request")
     assert session.open(soon()) is False
-    session.apply(Bucket(()), group_name="none", flush=True, deadline=soon())
+    session.apply(Bucket(()), Cargo(), group_name="none", flush=True, deadline=soon())
     session.close(soon())
 
 
@@ -153,8 +154,8 @@ def test_what_a_trial_left_behind_is_taken_away(engine, adapters) -> None:
     engine.inspect(soon())
     adapters.loaded["policy.trial"] = object()
 
-    engine.session().recover(soon())
-    engine.session().recover(soon())
+    engine.session("request").recover(soon())
+    engine.session("request").recover(soon())
 
     assert adapters.loaded == {}
 

@@ -23,8 +23,10 @@ from weight_update.facts import Digests, Intake, NameCheck, Part, Sighting
 from weight_update.options import UpdateOptions
 from weight_update.report import ProgressHook, UpdateReport
 from weight_update.update.updater import Payload, Push, Updater
+from weight_update.update.ways import Ends
 from weight_update.waiting import Clock, Deadline
 from weight_update.weights.buckets import Bucket
+from weight_update.weights.cargo import Cargo, Format
 from weight_update.weights.extract import extract_weights
 
 NAMES = tuple("abcdefgh")
@@ -396,7 +398,7 @@ class ModelEngine:
 
         self._request("stamp", deadline, effect)
 
-    def session(self) -> ModelSession:
+    def session(self, way: Any) -> ModelSession:
         return ModelSession(self)
 
     def close(self) -> None:
@@ -418,7 +420,9 @@ class ModelSession:
 
         return bool(engine._request("begin", deadline, effect))
 
-    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
+    def apply(
+        self, bucket: Bucket, cargo: Any, *, group_name: str, flush: bool, deadline: Deadline
+    ) -> None:
         names = [spec.name for spec in bucket.specs]
 
         def load(some: Sequence[str]) -> None:
@@ -502,8 +506,8 @@ class WorldGroup:
 class WorldPacker:
     """Packs nothing: model engines read the weights of a bucket themselves."""
 
-    def packs(self, spec: Any) -> bool:
-        return True
+    def format(self, specs: Any, terms: Any) -> Format:
+        return Format(terms.bucket_bytes or 1 << 30, lambda _: True)
 
     def reserve(self, plan: Any) -> None:
         pass
@@ -514,8 +518,8 @@ class WorldPacker:
     def abandon(self) -> None:
         pass
 
-    def pack(self, bucket: Bucket) -> list[torch.Tensor]:
-        return []
+    def pack(self, bucket: Bucket) -> Cargo:
+        return Cargo()
 
 
 @dataclass
@@ -554,8 +558,7 @@ class World:
         return Updater(
             list(urls),
             self.engines.__getitem__,
-            self._open_group,
-            lambda device: WorldPacker(),
+            {"broadcast": Ends(self._open_group, lambda device: WorldPacker())},
             options,
             self.time.clock,
         )

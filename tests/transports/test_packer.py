@@ -15,6 +15,7 @@ from weight_update.errors import WeightMismatchError
 from weight_update.options import LoadFormat
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import Bucket, plan_buckets
+from weight_update.weights.cargo import Terms
 from weight_update.weights.extract import extract_weights
 from weight_update.weights.specs import TensorSpec, Weight
 
@@ -94,7 +95,7 @@ def test_a_flat_bucket_cut_by_its_specs_gives_back_the_logical_values(
 ) -> None:
     bucket = in_one_bucket(tensors)
 
-    (buffer,) = BucketPacker(CPU).pack(bucket)
+    (buffer,) = BucketPacker(CPU).pack(bucket).tensors
 
     got = unpacked(buffer, bucket)
     assert got.keys() == tensors.keys()
@@ -110,7 +111,7 @@ def test_a_flat_bucket_is_the_bytes_of_each_contiguous_tensor_in_wire_order(
 ) -> None:
     bucket = in_one_bucket(tensors)
 
-    (buffer,) = BucketPacker(CPU).pack(bucket)
+    (buffer,) = BucketPacker(CPU).pack(bucket).tensors
 
     assert buffer.dtype == torch.uint8
     assert bits(buffer) == b"".join(bits(tensors[spec.name]) for spec in bucket.specs)
@@ -122,7 +123,7 @@ def test_single_tensors_are_contiguous_and_hold_the_logical_values(
 ) -> None:
     bucket = in_one_bucket(tensors)
 
-    sent = BucketPacker(CPU).pack(replace(bucket, flat=False))
+    sent = BucketPacker(CPU).pack(replace(bucket, flat=False)).tensors
 
     assert [bits(t) for t in sent] == [bits(tensors[spec.name]) for spec in bucket.specs]
     assert all(t.is_contiguous() for t in sent)
@@ -138,7 +139,7 @@ def test_a_bucket_stays_whole_while_the_next_is_packed(
     travelling, expected = None, b""
     for tensors in buckets:
         bucket = in_one_bucket(tensors)
-        (packed,) = packer.pack(bucket)
+        (packed,) = packer.pack(bucket).tensors
         if travelling is not None:
             assert bits(travelling) == expected
         travelling, expected = packed, bits(packed.clone())
@@ -148,7 +149,7 @@ def test_two_buffers_serve_any_number_of_buckets() -> None:
     packer = BucketPacker(CPU)
     buckets = [in_one_bucket({"w": torch.full((64,), float(i))}) for i in range(10)]
 
-    addresses = [packer.pack(bucket)[0].data_ptr() for bucket in buckets]
+    addresses = [packer.pack(bucket).tensors[0].data_ptr() for bucket in buckets]
 
     assert len(set(addresses)) == 2
     assert all(a != b for a, b in pairwise(addresses))
@@ -160,7 +161,7 @@ def test_buffers_are_made_for_the_largest_bucket_at_once() -> None:
     packer = BucketPacker(CPU)
     packer.reserve(plan)
 
-    addresses = [packer.pack(bucket)[0].data_ptr() for bucket in plan.buckets]
+    addresses = [packer.pack(bucket).tensors[0].data_ptr() for bucket in plan.buckets]
 
     assert addresses == [*addresses[:2], *addresses[:2]]
     assert [buffer.numel() for buffer in packer._buffers] == [160, 160]
@@ -200,7 +201,7 @@ def test_what_is_packed_follows_from_format_device_size_and_dtype(
     packer = BucketPacker(torch.device("meta"), load_format)
     packer.device = torch.device(device)
 
-    assert packer.packs(TensorSpec("w", dtype, shape)) is packed
+    assert packer.format(None, Terms()).packs(TensorSpec("w", dtype, shape)) is packed
 
 
 @pytest.mark.parametrize("count", [3, 4000])
@@ -208,7 +209,7 @@ def test_runs_of_small_tensors_are_the_same_bytes(count: int) -> None:
     tensors = {f"w{i}": torch.full((500,), float(i)) for i in range(count)}
     bucket = in_one_bucket(tensors)
 
-    (buffer,) = BucketPacker(CPU).pack(bucket)
+    (buffer,) = BucketPacker(CPU).pack(bucket).tensors
 
     assert bits(buffer) == b"".join(bits(tensor) for tensor in tensors.values())
 
@@ -216,7 +217,7 @@ def test_runs_of_small_tensors_are_the_same_bytes(count: int) -> None:
 def test_a_smaller_bucket_travels_in_a_part_of_the_buffer() -> None:
     packer = BucketPacker(CPU)
     for size in (100, 100, 3):
-        (buffer,) = packer.pack(in_one_bucket({"w": torch.zeros(size)}))
+        (buffer,) = packer.pack(in_one_bucket({"w": torch.zeros(size)})).tensors
 
     assert buffer.numel() == 12
 
@@ -229,7 +230,7 @@ def test_released_buffers_hold_no_memory_and_come_back_when_needed() -> None:
     packer.abandon()
     assert sum(buffer.numel() for buffer in packer._buffers) == 0
 
-    assert bits(packer.pack(bucket)[0]) == bits(torch.arange(1000.0))
+    assert bits(packer.pack(bucket).tensors[0]) == bits(torch.arange(1000.0))
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -274,7 +275,7 @@ def test_a_value_that_is_not_as_announced_is_never_packed(flat: bool, now: torch
 def test_a_flat_bucket_does_not_follow_the_model_once_it_is_packed() -> None:
     model = torch.nn.Linear(2, 2)
     (bucket,) = plan_buckets(extract_weights(model), 1 << 20).buckets
-    (buffer,) = BucketPacker(CPU).pack(bucket)
+    (buffer,) = BucketPacker(CPU).pack(bucket).tensors
     before = bits(buffer)
 
     with torch.no_grad():

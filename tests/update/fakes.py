@@ -13,8 +13,10 @@ from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeou
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import UpdateOptions
 from weight_update.update.updater import Payload, Push, Updater
+from weight_update.update.ways import Ends
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
+from weight_update.weights.cargo import Cargo, Format
 from weight_update.weights.extract import extract_weights
 
 
@@ -127,7 +129,7 @@ class FakeEngine:
         self._enter("stamp")
         self.shown = label
 
-    def session(self) -> FakeSession:
+    def session(self, way: Any) -> FakeSession:
         return FakeSession(self)
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ class FakeSession:
         left, self._engine.open = self._engine.open, True
         return left
 
-    def apply(self, bucket: Bucket, **arguments: Any) -> None:
+    def apply(self, bucket: Bucket, cargo: Any, **arguments: Any) -> None:
         self._engine._enter("apply")
         self._engine.buckets.append(bucket.specs[0].name)
 
@@ -187,8 +189,8 @@ class FakeGroup:
 
 
 class FakePacker:
-    def packs(self, spec: Any) -> bool:
-        return True
+    def format(self, specs: Any, terms: Any) -> Format:
+        return Format(terms.bucket_bytes or 1 << 30, lambda _: True)
 
     def reserve(self, plan: Any) -> None:
         pass
@@ -199,8 +201,8 @@ class FakePacker:
     def abandon(self) -> None:
         pass
 
-    def pack(self, bucket: Bucket) -> list[torch.Tensor]:
-        return [weight.read() for weight in bucket.weights]
+    def pack(self, bucket: Bucket) -> Cargo:
+        return Cargo([weight.read() for weight in bucket.weights])
 
 
 @dataclass
@@ -233,6 +235,9 @@ def house(engines: int, **options: Any) -> House:
     chosen = UpdateOptions(bucket_bytes=8, **{"timeout": 5.0, **options})
     by_url = {fake.url: fake for fake in fakes}
     updater = Updater(
-        list(by_url), by_url.__getitem__, open_group, lambda device: FakePacker(), chosen
+        list(by_url),
+        by_url.__getitem__,
+        {"broadcast": Ends(open_group, lambda device: FakePacker())},
+        chosen,
     )
     return House(fakes, updater, groups)

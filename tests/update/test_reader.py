@@ -46,8 +46,8 @@ def test_a_bucket_comes_with_its_tensors():
     packed = one.finish("transfer", Deadline(5))
     assert packed is not None
     assert [spec.name for spec in packed.bucket.specs] == ["b"]
-    assert len(packed.give()) == 1
-    assert packed.tensors == []
+    assert len(packed.give().tensors) == 1
+    assert packed.cargo.tensors == []
 
 
 def test_after_the_last_bucket_comes_none():

@@ -233,7 +233,7 @@ def test_the_packer_sends_the_bytes_of_both(limit: int) -> None:
     pair = fp8.quantised(source, (128, 128))
     (bucket,) = plan_buckets(pair, limit).buckets
 
-    (buffer,) = BucketPacker(torch.device("cpu")).pack(bucket)
+    (buffer,) = BucketPacker(torch.device("cpu")).pack(bucket).tensors
 
     quantised, scales = fp8.block_quantised(source.read(), (128, 128))
     assert buffer.tolist() == bits(scales) + bits(quantised)

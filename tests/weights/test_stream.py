@@ -113,7 +113,7 @@ def test_buckets_packed_from_a_stream_hold_its_values() -> None:
 
     for batch in Stream(iter(tensors.items())).batches(64):
         for bucket in plan_buckets(batch, 64).buckets:
-            (buffer,) = packer.pack(bucket)
+            (buffer,) = packer.pack(bucket).tensors
             offset = 0
             for spec in bucket.specs:
                 part = buffer[offset : offset + spec.nbytes]

@@ -10,6 +10,7 @@ from torch import nn
 
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import Bucket, plan_buckets
+from weight_update.weights.cargo import Terms
 from weight_update.weights.extract import extract_weights
 
 BASE = torch.arange(24.0).reshape(4, 6)
@@ -50,8 +51,10 @@ def packed(tensors: dict[str, torch.Tensor], load_format: str) -> dict[str, byte
     """The bytes of each tensor on the wire."""
     packer = BucketPacker(torch.device("cpu"), load_format)  # type: ignore[arg-type]
     found: dict[str, bytes] = {}
-    for bucket in plan_buckets(extract_weights(tensors), 1 << 20, packer.packs).buckets:
-        found |= parts_of(bucket, packer.pack(bucket))
+    for bucket in plan_buckets(
+        extract_weights(tensors), 1 << 20, packer.format(None, Terms()).packs
+    ).buckets:
+        found |= parts_of(bucket, packer.pack(bucket).tensors)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from weight_update.bench.rows import Pair, Row
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from weight_update.weights.cargo import Terms
 from weight_update.weights.extraction_cache import ExtractionCache
 
 _PLAN_SECONDS = 0.1
@@ -24,7 +25,7 @@ def planning_rows(model: Any, rounds: int, identity: Mapping[str, Any]) -> Itera
     weights = cache.extract(model)  # what comes again is remembered
     tensors = f"{len(weights):,} tensors"
     size = DEFAULT_BUCKET_BYTES["cpu"]
-    packs = BucketPacker(torch.device("cpu")).packs
+    packs = BucketPacker(torch.device("cpu")).format(None, Terms()).packs
     identity = {**identity, "settings": {"tensors": len(weights), "rounds": rounds}}
 
     def plan() -> object:

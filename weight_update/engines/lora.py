@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
+from weight_update.weights.cargo import Cargo
 
 # The new one, the one before, and one of an update that failed in between.
 _KEPT_FOLDERS = 3
@@ -170,7 +171,9 @@ class AdapterSession:
         """Nothing: adapters need no session."""
         return False
 
-    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
+    def apply(
+        self, bucket: Bucket, cargo: Cargo, *, group_name: str, flush: bool, deadline: Deadline
+    ) -> None:
         """Replaces the adapter; returns when requests get the new one.
 
         Raises:

@@ -36,7 +36,7 @@ from weight_update.engines.sglang_names import (
 from weight_update.engines.sglang_session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
-from weight_update.options import HttpOptions, PauseMode
+from weight_update.options import HttpOptions, PauseMode, Way
 from weight_update.waiting import Deadline
 
 _POLL_SECONDS = 0.02
@@ -284,8 +284,8 @@ class SGLangEngine:
         """Writes the version label, without aborting requests."""
         self._client.stamp(label, deadline)
 
-    def session(self) -> SGLangSession:
-        """A session for one update."""
+    def session(self, way: Way) -> SGLangSession:
+        """A session for one update, whose bytes come by a way."""
         return SGLangSession(
             self._client, needed=self.capabilities.sessions, drafts=self._intake.drafts
         )

@@ -19,7 +19,7 @@ from weight_update.engines.sglang import SGLangEngine
 from weight_update.engines.sglang_client import SGLangClient
 from weight_update.errors import EngineRejected
 from weight_update.facts import Digests, Intake, NameCheck, Part
-from weight_update.options import HttpOptions, PauseMode
+from weight_update.options import HttpOptions, PauseMode, Way
 from weight_update.waiting import Deadline
 
 LOAD_ROUTE = "/load_lora_adapter_from_tensors"
@@ -162,7 +162,7 @@ class SGLangAdapterEngine(SGLangEngine):
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Nothing: there is no group."""
 
-    def session(self) -> AdapterSession:  # type: ignore[override]
+    def session(self, way: Way) -> AdapterSession:  # type: ignore[override]
         """A session for one update."""
         desk = _Desk(self._client, self._support, self.ranks or 1)
         return AdapterSession(desk, self._courier, self._held)

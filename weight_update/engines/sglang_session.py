@@ -6,6 +6,7 @@ from weight_update.engines.sglang_client import SGLangClient, update_request
 from weight_update.errors import EngineRejected
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
+from weight_update.weights.cargo import Cargo
 
 
 class SGLangSession:
@@ -42,11 +43,14 @@ class SGLangSession:
         self._client.begin(deadline, self._selector)
         return True
 
-    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
+    def apply(
+        self, bucket: Bucket, cargo: Cargo, *, group_name: str, flush: bool, deadline: Deadline
+    ) -> None:
         """Announces a bucket and returns when the server has loaded it.
 
         Args:
             bucket: What is broadcast meanwhile.
+            cargo: What was packed for it.
             group_name: The group it is broadcast in.
             flush: Whether the server flushes its cache after loading.
             deadline: Bound of the call.

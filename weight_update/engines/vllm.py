@@ -16,7 +16,7 @@ from weight_update.engines.lora import (
 from weight_update.engines.vllm_client import LOAD_ROUTE, PAUSE_ROUTE, VLLMClient
 from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
-from weight_update.options import HttpOptions, PauseMode
+from weight_update.options import HttpOptions, PauseMode, Way
 from weight_update.waiting import Deadline
 
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
@@ -142,7 +142,7 @@ class VLLMAdapterEngine:
         """Writes the version label."""
         self._client.stamp(label, deadline)
 
-    def session(self) -> AdapterSession:
+    def session(self, way: Way) -> AdapterSession:
         """A session for one update."""
         return AdapterSession(_Desk(self._client, self._folders), self._folders, self._held)
 

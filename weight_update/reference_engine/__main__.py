@@ -67,6 +67,13 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", help="torch dtype of the weights (default: %(default)s)")
     add("--device", default="cpu", help="cpu or cuda:N (default: %(default)s)")
     add(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: arbitrary weights; of the model's directory, config.json is enough",
+    )
+    add("--shapes", type=Path, help="JSON of shapes by name: holds these, and generates nothing")
+    add(
         "--tp",
         type=int,
         default=1,
@@ -92,6 +99,7 @@ def _add_tuning(add: Callable[..., Any]) -> None:
     add("--health-timeout", type=float, default=2.0, help="seconds before /health says 503")
     add("--max-running-requests", type=int, default=64, help="size of the running batch")
     add("--prefix-cache-entries", type=int, default=128, help="0 turns the prefix cache off")
+    add("--answer-delay", type=float, default=0.0, help="seconds by which answers leave later")
     add("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
     add("--fuses", type=int, default=0, help="1: lose fused weights that come in parts")
     add("--shows", type=json.loads, default={}, help="JSON that /server_info shows besides")
@@ -164,7 +172,8 @@ def _application(arguments: argparse.Namespace, port: int) -> Any:
     info = _info(arguments, port, scheduler.model_config)
     server = Server(scheduler, info, FaultBoard(arguments.fault), RequestLog(arguments.request_log))
     scheduler.start()
-    return server.application(Keys(arguments.api_key, arguments.admin_api_key))
+    keys = Keys(arguments.api_key, arguments.admin_api_key)
+    return server.application(keys, arguments.answer_delay)
 
 
 def _scheduler(arguments: argparse.Namespace) -> Any:
@@ -198,7 +207,15 @@ def _new_scheduler(arguments: argparse.Namespace) -> Any:
         device = torch.device(device.type, (device.index or 0) + rank)
     kind = FusingWeights if arguments.fuses else Weights
     shard = Shard(rank, size)
-    loaded = load_model(Path(arguments.model), arguments.dtype, device, shard, kind)
+    loaded = load_model(
+        Path(arguments.model),
+        arguments.dtype,
+        device,
+        shard,
+        kind,
+        dummy=arguments.load_format == "dummy",
+        bag=arguments.shapes,
+    )
     return Scheduler(
         loaded,
         Generator(loaded.model, PrefixCache(arguments.prefix_cache_entries)),
@@ -217,7 +234,9 @@ def _info(arguments: argparse.Namespace, port: int, config: Any) -> Any:
     eos = getattr(config, "eos_token_id", None)
     stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
     shown = ("host", "dtype", "device", "api_key", "admin_api_key", "max_running_requests")
+    shown += ("load_format",)
     options = {name: getattr(arguments, name) for name in shown}
+    context = 0 if arguments.shapes else config.max_position_embeddings
     options |= {
         "tp_size": arguments.tp,
         "model_path": arguments.model,
@@ -228,7 +247,7 @@ def _info(arguments: argparse.Namespace, port: int, config: Any) -> Any:
         release=release,
         arguments=start_arguments(options, release) | arguments.shows,
         model={"model_type": config.model_type, "architectures": config.architectures},
-        limits=Limits(config.vocab_size, config.max_position_embeddings, frozenset(stops)),
+        limits=Limits(config.vocab_size, context, frozenset(stops)),
         tokenizer=_tokenizer(Path(arguments.model)),
         health_timeout=arguments.health_timeout,
     )

@@ -95,13 +95,24 @@ def _summary(body: bytes) -> Any:
 
 
 class Edge:
-    """Wraps the application."""
+    """Wraps the application.
 
-    def __init__(self, app: ASGIApp, board: FaultBoard, log: RequestLog, keys: Keys) -> None:
+    Args:
+        app: What answers.
+        board: Faults that strike before or after it does.
+        log: Is told of every request.
+        keys: Who may call what.
+        delay: Seconds by which every answer leaves later, as over a long line.
+    """
+
+    def __init__(
+        self, app: ASGIApp, board: FaultBoard, log: RequestLog, keys: Keys, delay: float = 0.0
+    ) -> None:
         self._app = app
         self._board = board
         self._log = log
         self._keys = keys
+        self._delay = delay
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -112,6 +123,8 @@ class Edge:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status.append(message["status"])
+                if self._delay:
+                    await asyncio.sleep(self._delay)
                 if (b"content-length", b"0") in message.get("headers", ()):
                     self._log.end(record, status[0])  # the headers are all that the client awaits
             # Noted before the last byte leaves: who has the answer finds it in the log.

@@ -48,6 +48,10 @@ class ReferenceEngine:
         faults: Faults that are armed from the start.
         dtype: Name of the torch dtype of the weights.
         device: ``cpu``, or ``cuda:N`` (weights then arrive over nccl); of the first rank.
+        load_format: ``dummy`` starts with arbitrary weights: a directory with a ``config.json``
+            is enough then.
+        shapes: A JSON file of shapes by name: the engine holds arbitrary parameters of these
+            shapes, and generates nothing.
         tp: Tensor parallel ranks, each a process with its shards of the model.
         startup_timeout: Seconds until the engine must be ready.
         group_timeout: Seconds that a rendezvous or broadcast waits; 30 minutes in SGLang.
@@ -55,6 +59,7 @@ class ReferenceEngine:
         max_running_requests: Size of the running batch.
         prefix_cache_entries: How many token sequences the prefix cache keeps; 0 for none.
         threads: Torch threads of the engine.
+        answer_delay: Seconds by which every answer leaves later, as over a long line.
         fuses: Whether it loses weights of a fused module that do not come in one request.
         shows: What ``/server_info`` shows besides, such as a quantisation; nothing else changes.
         wait: Whether construction waits until the engine is ready; otherwise call
@@ -82,6 +87,8 @@ class ReferenceEngine:
         faults: Sequence[Fault] = (),
         dtype: str = "float32",
         device: str = "cpu",
+        load_format: str = "auto",
+        shapes: str | Path | None = None,
         tp: int = 1,
         startup_timeout: float = 120.0,
         group_timeout: float = 1800.0,
@@ -89,6 +96,7 @@ class ReferenceEngine:
         max_running_requests: int = 64,
         prefix_cache_entries: int = 128,
         threads: int = 1,
+        answer_delay: float = 0.0,
         fuses: bool = False,
         shows: Mapping[str, Any] | None = None,
         wait: bool = True,
@@ -109,12 +117,15 @@ class ReferenceEngine:
             "host": host,
             "dtype": dtype,
             "device": device,
+            "load-format": load_format,
+            **({} if shapes is None else {"shapes": shapes}),
             "tp": tp,
             "group-timeout": group_timeout,
             "health-timeout": health_timeout,
             "max-running-requests": max_running_requests,
             "prefix-cache-entries": prefix_cache_entries,
             "threads": threads,
+            "answer-delay": answer_delay,
             "fuses": int(fuses),
             "shows": json.dumps(dict(shows or {})),
         }

@@ -42,7 +42,8 @@ class Limits:
 
     Args:
         vocab_size: Token ids are below this.
-        context_length: Prompt and output together are at most this long.
+        context_length: Prompt and output together are at most this long; 0 where nothing can be
+            generated.
         eos: Tokens at which generation stops unless ``ignore_eos`` is set.
     """
 
@@ -99,6 +100,8 @@ def _sampling(params: Mapping[str, Any], prompt: Sequence[int], limits: Limits) 
 
 
 def _check_prompt(prompt: Sequence[int], limits: Limits) -> None:
+    if not limits.context_length:
+        raise RequestError("this engine holds parameters that belong to no model")
     if not 0 < len(prompt) < limits.context_length:
         raise RequestError(
             f"a prompt of {len(prompt)} tokens; 1 to {limits.context_length - 1} fit"

@@ -331,6 +331,10 @@ class Scheduler(threading.Thread):
         """Return a digest of each parameter and what it is of, for each rank."""
         return self._ranks.gather(self._weights.checksums())
 
+    def look(self) -> list[dict[str, Any]]:
+        """Return what each rank's parameters are, without moving them."""
+        return self._ranks.gather(self._weights.look())
+
 
 def _partly(error: Exception) -> str:
     return (

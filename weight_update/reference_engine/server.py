@@ -92,7 +92,7 @@ class Server:
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": self.weight_version,
-            "load_format": "auto",
+            "load_format": arguments["load_format"],
         }
         return JSONResponse(body | self._info.model)
 
@@ -343,6 +343,10 @@ class Server:
         """The requests so far."""
         return JSONResponse(self._log.records)
 
+    async def look(self, _: Request) -> Response:
+        """Sums and addresses of each rank's parameters."""
+        return JSONResponse({"ranks": await self._ask(self._scheduler.look)})
+
     # ---- the table
 
     def endpoints(self) -> list[Endpoint]:
@@ -396,17 +400,20 @@ class Server:
             Endpoint("/weights_checker", ways, self.weights_checker, check, True, True),
         ]
 
-    def application(self, keys: Keys) -> Edge:
-        """Return the ASGI application."""
+    def application(self, keys: Keys, delay: float = 0.0) -> Edge:
+        """Return the ASGI application, whose answers all leave ``delay`` seconds later."""
         endpoints, faults, log = self.endpoints(), "/_reference/faults", "/_reference/requests"
+        look = "/_reference/weights"
         own = [
             Route(faults, self.arm_faults, methods=["POST"]),
             Route(faults, self.clear_faults, methods=["DELETE"]),
             Route(log, self.request_log, methods=["GET"]),
+            Route(look, self.look, methods=["GET"]),
         ]
-        admin = {endpoint.path for endpoint in endpoints if endpoint.admin} | {faults, log}
+        admin = {endpoint.path for endpoint in endpoints if endpoint.admin}
+        admin |= {faults, log, look}
         keys = replace(keys, admin_paths=frozenset(admin))
-        return Edge(routes.application(endpoints, own), self._board, self._log, keys)
+        return Edge(routes.application(endpoints, own), self._board, self._log, keys, delay)
 
 
 def _answer(outcome: Outcome) -> Response:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weight_update.reference_engine.dummy import ParameterBag, read_shapes
 from weight_update.reference_engine.faults import Fault, count_taken, strike
 from weight_update.reference_engine.shards import Cut, Shard
+from weight_update.reference_engine.sums import positional_sums
 
 _log = logging.getLogger("reference_engine.weights")
 
@@ -198,6 +200,12 @@ class Weights:
         if missing:
             raise ValueError(f"{path} has no safetensors with {', '.join(sorted(missing)[:3])}")
 
+    @torch.no_grad()
+    def fill_arbitrarily(self) -> None:
+        """Give the parameters small arbitrary values, as SGLang's dummy format does."""
+        for slot in self._slots.values():
+            slot.place.uniform_(-1e-3, 1e-3)
+
     def first_rows(self, name: str, count: int) -> list[Any] | None:
         """Return the first ``count`` rows of a parameter, or None if there is no such parameter."""
         try:
@@ -215,6 +223,26 @@ class Weights:
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
 
+    def look(self) -> dict[str, Any]:
+        """Return a sum and the address of each parameter, and the memory of its GPU.
+
+        ``peak_bytes`` is the most that this process held there since the last look.
+        """
+        memory = _memory(self.model.device)
+        places = {name: slot.place for name, slot in self._slots.items()}
+        sums = dict(zip(places, positional_sums(places.values()), strict=True))
+        addresses = {name: place.data_ptr() for name, place in places.items()}
+        if memory:
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        return {"sums": sums, "addresses": addresses, **memory}
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {}
+    held = torch.cuda.memory_allocated(device)
+    return {"held_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated(device)}
+
 
 def _part(cut: Cut | None) -> dict[str, int | None]:
     dimension, start, length = cut or (None, 0, 0)
@@ -231,22 +259,54 @@ def digest(data: bytes) -> str:
 
 
 def load_model(
-    path: Path, dtype: str, device: torch.device, shard: Shard, kind: type[Weights] = Weights
+    path: Path,
+    dtype: str,
+    device: torch.device,
+    shard: Shard,
+    kind: type[Weights] = Weights,
+    *,
+    dummy: bool = False,
+    bag: Path | None = None,
 ) -> Weights:
-    """Load a share of a causal language model for inference from a directory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Load a share of a causal language model for inference from a directory.
+
+    Args:
+        path: The directory.
+        dtype: Name of the torch dtype.
+        device: Where the model goes.
+        shard: Which share.
+        kind: How it takes weights.
+        dummy: Whether the values are arbitrary, so that the directory needs no weights.
+        bag: A file with the shapes of parameters, which are held instead of a model.
+
+    Raises:
+        ValueError: Weights are missing, or ``bag`` holds something else than shapes.
+    """
+    from transformers import AutoConfig
 
     load_config: Callable[..., Any] = AutoConfig.from_pretrained
     config = load_config(path, local_files_only=True)
     # Without memory first: nothing is initialised only to be overwritten.
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = _new_model(config, getattr(torch, dtype), bag)
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     shard.divide(model)
     model = model.to_empty(device=device).eval().requires_grad_(False)
-    model.tie_weights()
-    # The one part that no checkpoint holds.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    if bag is None:
+        model.tie_weights()
+        # The one part that no checkpoint holds.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     weights = kind(model, shapes, shard)
-    weights.fill(path)
+    if dummy or bag:
+        weights.fill_arbitrarily()
+    else:
+        weights.fill(path)
     return weights
+
+
+def _new_model(config: Any, dtype: torch.dtype, bag: Path | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if bag is not None:
+        return ParameterBag(config, read_shapes(bag), dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from weight_update.options import UpdateOptions
 from weight_update.transports.in_request import NoGroup, RequestPacker
 from weight_update.update.protocols import Engine
 from weight_update.update.updater import Updater
+from weight_update.update.ways import Ends
 from weight_update.weights.lora.export import Adapter, adapter_of
 from weight_update.weights.specs import Weight
 
@@ -56,9 +56,8 @@ class AdapterPush:
         return Updater(
             urls,
             self._open_engine,
-            lambda *_: NoGroup(),
-            lambda _: RequestPacker(self._courier.pack),
-            replace(self._options, backend="gloo", device="cpu", bucket_bytes=sys.maxsize),
+            {"request": Ends(lambda *_: NoGroup(), lambda _: RequestPacker(self._courier.pack))},
+            replace(self._options, backend="gloo", device="cpu", transport="auto"),
         )
 
     def extract(self, source: Any) -> tuple[Weight, ...]:

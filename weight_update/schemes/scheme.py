@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from weight_update.options import (
     Quorum,
     StaleCache,
     Strategy,
+    TrainerRanks,
+    Transport,
     UpdateOptions,
     Verify,
     WhenBusy,
@@ -65,6 +68,13 @@ class SGLangWeightSyncScheme(ServerScheme):
         load_format: ``"flattened_bucket"`` (one buffer a bucket), ``"tensors"`` (one
             broadcast a tensor), or ``"auto"``: buckets over NCCL, and over gloo for small
             tensors, which cost less copied than broadcast.
+        transport: ``"broadcast"`` (NCCL or gloo), ``"ipc"`` (memory that a server on the same GPU,
+            or on the same host's CPU, opens), ``"disk"`` (safetensors that servers read), or
+            ``"auto"``: a broadcast wherever the servers can take one; the report says why.
+        directory: Where ``"disk"`` writes: trainer and servers see it under the same path. None
+            takes this host's memory (``/dev/shm``) if all servers run here.
+        trainer_ranks: ``"node"`` has all ranks of the trainer on this host join the group, so
+            that every network card carries bytes; all of them then call ``update_weights()``.
         dtype: Floating tensors are cast to it on the way: a torch dtype, or ``"engine"`` for the
             one that the servers compute with. None sends them as they are.
         name_map: Names of the checkpoint to names of the servers, after everything else was
@@ -124,6 +134,9 @@ class SGLangWeightSyncScheme(ServerScheme):
         backend: Backend = "auto",
         bucket_bytes: int | None = None,
         load_format: LoadFormat = "auto",
+        transport: Transport = "auto",
+        directory: str | os.PathLike[str] | None = None,
+        trainer_ranks: TrainerRanks = "one",
         dtype: DTypeLike = None,
         name_map: NameMap | None = None,
         trim_vocabulary: bool = False,
@@ -155,6 +168,9 @@ class SGLangWeightSyncScheme(ServerScheme):
             backend=backend,
             bucket_bytes=read_bucket_bytes() if bucket_bytes is None else bucket_bytes,
             load_format=load_format,
+            transport=transport,
+            directory=None if directory is None else os.fspath(directory),
+            trainer_ranks=trainer_ranks,
             timeout=timeout,
             on_failure=on_failure,
             dtype=dtype,

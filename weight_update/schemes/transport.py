@@ -21,6 +21,7 @@ from weight_update.transports.process_group import open_group
 from weight_update.update.planning import Payload
 from weight_update.update.reader import nobody_else
 from weight_update.update.updater import Push, Updater
+from weight_update.update.ways import Ends
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Plan
 from weight_update.weights.checkpoint import Checkpoint
@@ -108,8 +109,11 @@ class SGLangCollectiveTransport:
         return Updater(
             self._urls,
             lambda url: SGLangEngine(url, self._options.http),
-            open_group,
-            lambda device: BucketPacker(device, self._options.load_format),
+            {
+                "broadcast": Ends(
+                    open_group, lambda device: BucketPacker(device, self._options.load_format)
+                )
+            },
             self._options,
         )
 

@@ -102,6 +102,14 @@ def has_arrived(store: Store, rank: int) -> bool:
     return store.check([f"0/{rank}"])
 
 
+def places_of_gloo_ranks(store: Store, world_size: int) -> list[bytes]:
+    """Where each rank of a gloo group that was built listens: socket addresses among other bytes.
+
+    Of every two ranks one has called the other, so each connection of the group has one end here.
+    """
+    return [store.get(f"0/{rank}") for rank in range(world_size)]
+
+
 def build_gloo(store: Store, world_size: int, address: str) -> Any:
     """Joins a gloo group as rank 0, listening on ``address``; blocks until all peers came."""
     from torch._C._distributed_c10d import ProcessGroupGloo

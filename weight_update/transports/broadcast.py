@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from itertools import islice
 
 import torch
 
-from weight_update.errors import WeightMismatchError
 from weight_update.options import LoadFormat
-from weight_update.weights.buckets import Bucket, Plan
+from weight_update.transports.packing import SideStream, fill, read_as_announced
+from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Bucket, Plan
+from weight_update.weights.cargo import Cargo, Format, Terms
 from weight_update.weights.growing_plan import GrowingPlan
-from weight_update.weights.reading import read_in_turn
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.specs import TensorSpec
 
-# Thousands of small tensors cost a call each, on the CPU as on the GPU, so they are written in
-# runs; a run's values exist together, which bounds what merged weights may take.
-_RUN_BYTES = 4 << 20
 # Over gloo, broadcasts of 3 MB each cost less than a copy into a buffer, and those of 50 kB far
 # more; the seam between them was not measured. Over NCCL the copy is hidden behind the wire.
 _SEPARATE_BYTES = 1 << 20
@@ -44,12 +40,17 @@ class BucketPacker:
     def __init__(self, device: torch.device, load_format: LoadFormat = "auto") -> None:
         self.device = device
         self._load_format = load_format
+        self._stream = SideStream(device)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._turn = 0
         self._nbytes = 0
 
-    def packs(self, spec: TensorSpec) -> bool:
-        """Whether a tensor travels in a flat bucket."""
+    def format(self, specs: Sequence[TensorSpec] | None, terms: Terms) -> Format:
+        """Buckets of the size that was asked for, or as large as pays on the device."""
+        size = terms.bucket_bytes or DEFAULT_BUCKET_BYTES[self.device.type]
+        return Format(size, self._packs)
+
+    def _packs(self, spec: TensorSpec) -> bool:
         if self._load_format != "auto":
             return self._load_format == "flattened_bucket"
         large = spec.nbytes >= _SEPARATE_BYTES and spec.dtype in _GLOO_DTYPES
@@ -72,22 +73,19 @@ class BucketPacker:
         self._nbytes = max((b.nbytes for b in plan.buckets if b.flat), default=0)
 
     @torch.no_grad()
-    def pack(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The tensors to broadcast for ``bucket``, in order.
+    def pack(self, bucket: Bucket) -> Cargo:
+        """The tensors to broadcast for ``bucket``, in order; the caller's stream has them.
 
         Raises:
             WeightMismatchError: A value has another dtype or shape than was announced.
         """
-        with closing(_values(bucket.weights)) as values:
-            if not bucket.flat:
-                return [value.to(self.device).contiguous() for value in values]
-            buffer = self._next_buffer(bucket.nbytes)
-            offset = 0
-            for run in _runs(bucket.weights):
-                end = offset + sum(weight.spec.nbytes for weight in run)
-                _fill(buffer[offset:end].view(run[0].spec.dtype), run, values)
-                offset = end
-            return [buffer]
+        with self._stream.running():
+            if bucket.flat:
+                buffer = self._next_buffer(bucket.nbytes)
+                fill(buffer, bucket.weights)
+                return Cargo([buffer])
+            with closing(read_as_announced(bucket.weights)) as values:
+                return Cargo([value.to(self.device).contiguous() for value in values])
 
     def abandon(self) -> None:
         """Leaves the buffers to a pack that does not end; later ones get others."""
@@ -100,51 +98,3 @@ class BucketPacker:
             self._buffers[self._turn] = kept = kept.new_empty(0)  # frees before it allocates
             self._buffers[self._turn] = kept = kept.new_empty(max(nbytes, self._nbytes))
         return kept[:nbytes]
-
-
-def _runs(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """Neighbours that are written by one call: of one dtype, and together small."""
-    run: list[Weight] = []
-    size = 0
-    for weight in weights:
-        nbytes = weight.spec.nbytes
-        if run and (weight.spec.dtype != run[0].spec.dtype or size + nbytes > _RUN_BYTES):
-            yield run
-            run, size = [], 0
-        run.append(weight)
-        size += nbytes
-    if run:
-        yield run
-
-
-def _fill(place: torch.Tensor, run: list[Weight], values: Generator[torch.Tensor]) -> None:
-    if len(run) > 1 and {weight.device for weight in run} == {place.device}:
-        torch.cat([value.reshape(-1) for value in islice(values, len(run))], out=place)
-        return
-    start = 0
-    for _ in run:
-        start += _write(place[start:], next(values))
-
-
-def _write(place: torch.Tensor, value: torch.Tensor) -> int:
-    place[: value.numel()].view(value.shape).copy_(value)
-    return value.numel()
-
-
-def _values(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
-    # No name holds a value while the next is read: merged ones would exist twice.
-    with closing(read_in_turn(weights)) as values:
-        for weight in weights:
-            yield _checked(weight, next(values))
-
-
-def _checked(weight: Weight, value: torch.Tensor) -> torch.Tensor:
-    tensor = value.resolve_conj().resolve_neg()
-    if tensor.dtype != weight.spec.dtype or tensor.shape != weight.spec.shape:
-        raise WeightMismatchError(
-            f"{weight.spec.name!r} was announced as {weight.spec.dtype} {weight.spec.shape} and is "
-            f"{tensor.dtype} {tuple(tensor.shape)} now",
-            phase="transfer",
-            remedy="do not change the model while an update runs",
-        )
-    return tensor

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 import torch
 
 from weight_update.errors import WeightMismatchError
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.cargo import Cargo, Format, Terms
 from weight_update.weights.growing_plan import GrowingPlan
 from weight_update.weights.reading import read_in_turn
 from weight_update.weights.specs import TensorSpec, Weight
@@ -64,9 +66,9 @@ class RequestPacker:
     def __init__(self, put: Put) -> None:
         self._put = put
 
-    def packs(self, spec: TensorSpec) -> bool:
+    def format(self, specs: Sequence[TensorSpec] | None, terms: Terms) -> Format:
         """All tensors share one request."""
-        return True
+        return Format(sys.maxsize, lambda _: True)
 
     def reserve(self, plan: Plan | GrowingPlan) -> None:
         """Nothing: values are kept as they are read."""
@@ -77,7 +79,7 @@ class RequestPacker:
         return [] if buckets == 1 else [f"{buckets} buckets, and one request takes one"]
 
     @torch.no_grad()
-    def pack(self, bucket: Bucket) -> list[torch.Tensor]:
+    def pack(self, bucket: Bucket) -> Cargo:
         """Puts the values; returns nothing that would travel in a group.
 
         Raises:
@@ -86,7 +88,7 @@ class RequestPacker:
         with closing(read_in_turn(bucket.weights)) as values:
             pairs = zip(bucket.weights, values, strict=True)
             self._put({weight.spec.name: _copied(weight, value) for weight, value in pairs})
-        return []
+        return Cargo()
 
     def abandon(self) -> None:
         """Nothing: no buffer is used twice."""

@@ -20,6 +20,7 @@ from weight_update.errors import ConfigurationError, EngineUnreachable, WeightUp
 from weight_update.options import UpdateOptions
 from weight_update.torch_private import process_groups
 from weight_update.transports.address import check_address, choose_address, listen
+from weight_update.transports.sockets import end_connections
 from weight_update.waiting import spawn
 
 _EXIT_SECONDS = 2.0
@@ -65,6 +66,8 @@ class UpdateGroup:
         self._building: Future[list[Any]] | None = None
         self._built = self.backend == "gloo"
         self.given_up = False
+        self._places: list[bytes] = []
+        self._process = os.getpid()
 
     @property
     def backend(self) -> str:
@@ -85,6 +88,7 @@ class UpdateGroup:
             group = process_groups.build_nccl(self._store, self.world_size, self.name)
         else:
             group = process_groups.build_gloo(self._store, self.world_size, self.address)
+            self._places = process_groups.places_of_gloo_ranks(self._store, self.world_size)
         self._group = group
         if self.given_up:
             self.give_up()
@@ -178,8 +182,9 @@ class UpdateGroup:
         """Frees both ends without waiting for anyone; safe to call at any time, repeatedly.
 
         NCCL: ``abort()`` frees this end in half a second, while destroying the group hangs.
-        gloo: aborting wakes nobody; dropping the last reference closes the sockets, which
-        wakes every peer, but can itself block for minutes - hence the thread.
+        gloo: aborting wakes nobody; dropping the last reference closes the sockets, but waits
+        for broadcasts that wait for peers, for ever if one of them died (seen in gloo's
+        ``waitSend``) - hence the thread, and hence the connections are ended before.
         """
         repeated, self.given_up = self.given_up, True
         held = [self._group, self._works]
@@ -187,6 +192,8 @@ class UpdateGroup:
         if held[0] is not None and self.backend == "nccl":
             _endings.append(spawn(_abort, held, self._store))
         elif held[0] is not None or not repeated:
+            if os.getpid() == self._process:  # a fork shares the connections
+                end_connections(self._places)
             self._store.abandon()
             _endings.append(spawn(held.clear))
 

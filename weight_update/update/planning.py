@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from weight_update.facts import Intake
 from weight_update.options import UpdateOptions
-from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Packs, Plan, plan_buckets
+from weight_update.weights.buckets import Plan, plan_buckets
+from weight_update.weights.cargo import Format, Formats
 from weight_update.weights.fitting import Wishes, common, fit
 from weight_update.weights.growing_plan import GrowingPlan
 from weight_update.weights.specs import Weight
@@ -40,19 +39,20 @@ class Payload:
         return self if self.stream is None else replace(self, weights=(self.stream.head(),))
 
 
-def planned(
-    weights: Sequence[Weight], options: UpdateOptions, device: torch.device, packs: Packs
-) -> Plan:
+def planned(weights: Sequence[Weight], options: UpdateOptions, format_of: Formats) -> Plan:
     """Which weights travel together, as they are.
 
     Args:
         weights: In the order in which they are sent.
         options: Of which the size of a bucket is one.
-        device: Where the bytes travel.
-        packs: Whether a tensor is packed into a buffer with others.
+        format_of: Chooses how they are divided.
     """
+    return _planned(weights, options, format_of([weight.spec for weight in weights]))
+
+
+def _planned(weights: Sequence[Weight], options: UpdateOptions, chosen: Format) -> Plan:
     even = options.bucket_bytes is None
-    return plan_buckets(weights, _bucket_bytes(options, device), packs, even=even)
+    return plan_buckets(weights, chosen.bucket_bytes, chosen.packs, even=even)
 
 
 def fitted_plan(
@@ -60,8 +60,7 @@ def fitted_plan(
     intakes: Mapping[str, Intake],
     known_names: Collection[str],
     options: UpdateOptions,
-    device: torch.device,
-    packs: Packs,
+    format_of: Formats,
 ) -> Plan | GrowingPlan:
     """Which weights travel together, made as the engines take them.
 
@@ -70,8 +69,7 @@ def fitted_plan(
         intakes: How each engine, by URL, takes weights.
         known_names: Of the whole model, as far as engines took it before.
         options: What the user asked for.
-        device: Where the bytes travel.
-        packs: Whether a tensor is packed into a buffer with others.
+        format_of: Chooses how they are divided.
 
     Raises:
         ConfigurationError: Engines differ, or cannot take the weights.
@@ -81,15 +79,12 @@ def fitted_plan(
     intake, stream = common(intakes, wishes), payload.stream
     whole = payload.whole and stream is None
 
-    def fitted(weights: Sequence[Weight]) -> Plan:
-        taken = fit(weights, intake, wishes, whole=whole, known_names=known_names or None)
-        return planned(taken, options, device, packs)
+    def fitted(weights: Sequence[Weight]) -> Sequence[Weight]:
+        return fit(weights, intake, wishes, whole=whole, known_names=known_names or None)
 
     if stream is None:
-        return fitted(payload.weights)
-    batches = stream.batches(_bucket_bytes(options, device), name_map=options.name_map)
-    return GrowingPlan(bucket for batch in batches for bucket in fitted(batch).buckets)
-
-
-def _bucket_bytes(options: UpdateOptions, device: torch.device) -> int:
-    return options.bucket_bytes or DEFAULT_BUCKET_BYTES[device.type]
+        return planned(fitted(payload.weights), options, format_of)
+    chosen = format_of(None)
+    batches = stream.batches(chosen.bucket_bytes, name_map=options.name_map)
+    plans = (_planned(fitted(batch), options, chosen) for batch in batches)
+    return GrowingPlan(bucket for plan in plans for bucket in plan.buckets)

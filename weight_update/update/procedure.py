@@ -18,7 +18,7 @@ from weight_update.errors import (
     EngineUnreachable,
     Phase,
 )
-from weight_update.options import PauseMode
+from weight_update.options import PauseMode, Way
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.objections import Objections
 from weight_update.update.progress import Stopwatch
@@ -53,6 +53,7 @@ class Procedure:
     watch: Stopwatch = field(default_factory=Stopwatch)
     warnings: list[str] = field(default_factory=list)
     check_readers: Callable[[], None] = nobody_else
+    way: Way = "broadcast"
     _reader: Reader = field(init=False, repr=False)
     _objections: Objections = field(init=False, repr=False)
 
@@ -166,7 +167,7 @@ class Procedure:
         ours = {member.url for member in self.fleet.members if member.maybe_open}
         for member in self.fleet.members:
             member.maybe_open = True
-            member.attempt.session = member.engine.session()
+            member.attempt.session = member.engine.session(self.way)
 
         def begin(member: Member, attempt: Attempt, deadline: Deadline) -> None:
             found_open = attempt.begun.open(deadline)

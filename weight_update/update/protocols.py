@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
-from weight_update.options import PauseMode
+from weight_update.options import PauseMode, Way
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.cargo import Cargo, Format, Terms
 from weight_update.weights.growing_plan import GrowingPlan
 from weight_update.weights.specs import TensorSpec
 
@@ -25,7 +26,9 @@ class Session(Protocol):
     def open(self, deadline: Deadline) -> bool:
         """Opens the update; returns whether another trainer's was open and had to be closed."""
 
-    def apply(self, bucket: Bucket, *, group_name: str, flush: bool, deadline: Deadline) -> None:
+    def apply(
+        self, bucket: Bucket, cargo: Cargo, *, group_name: str, flush: bool, deadline: Deadline
+    ) -> None:
         """Announces a bucket; returns when the engine has loaded it."""
 
     def close(self, deadline: Deadline) -> None:
@@ -122,8 +125,8 @@ class Engine(Protocol):
     def stamp(self, label: str, deadline: Deadline) -> None:
         """Writes the version label."""
 
-    def session(self) -> Session:
-        """A session for one update."""
+    def session(self, way: Way) -> Session:
+        """A session for one update, whose bytes come by a way."""
 
     def close(self) -> None:
         """Closes connections."""
@@ -167,8 +170,8 @@ class Group(Protocol):
 class Packer(Protocol):
     """Turns a bucket into the tensors that travel."""
 
-    def packs(self, spec: TensorSpec) -> bool:
-        """Whether a tensor travels in a flat bucket."""
+    def format(self, specs: Sequence[TensorSpec] | None, terms: Terms) -> Format:
+        """How tensors are divided among requests; None for those of a stream, not known yet."""
 
     def reserve(self, plan: Plan | GrowingPlan) -> None:
         """Learns what will be packed."""
@@ -176,8 +179,8 @@ class Packer(Protocol):
     def objections(self, plan: Plan | GrowingPlan) -> list[str]:
         """Why some tensors cannot travel; empty when all can."""
 
-    def pack(self, bucket: Bucket) -> list[torch.Tensor]:
-        """The tensors to send, in order."""
+    def pack(self, bucket: Bucket) -> Cargo:
+        """What travels for a bucket."""
 
     def abandon(self) -> None:
         """Leaves the buffers to a pack that does not end; later ones get others."""

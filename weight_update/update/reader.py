@@ -18,6 +18,7 @@ from weight_update.errors import Phase, UpdateTimeout
 from weight_update.update.protocols import Packer
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.cargo import Cargo
 from weight_update.weights.growing_plan import GrowingPlan
 
 T = TypeVar("T")
@@ -33,14 +34,14 @@ def nobody_else() -> None:
 
 @dataclass
 class Packed:
-    """A bucket and the tensors that travel for it."""
+    """A bucket and what travels for it."""
 
     bucket: Bucket
-    tensors: list[torch.Tensor]
+    cargo: Cargo
 
-    def give(self) -> list[torch.Tensor]:
-        """The tensors, for the last time: nobody holds a bucket once it arrived."""
-        given, self.tensors = self.tensors, []
+    def give(self) -> Cargo:
+        """The cargo, for the last time: nobody holds a bucket once it arrived."""
+        given, self.cargo = self.cargo, Cargo()
         return given
 
 

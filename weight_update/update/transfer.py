@@ -7,8 +7,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from itertools import count
 
-import torch
-
 from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError
 from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
 from weight_update.update.progress import Meter
@@ -17,6 +15,7 @@ from weight_update.update.reader import Packed, Reader
 from weight_update.update.rules import UpdateRules
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
+from weight_update.weights.cargo import Cargo
 from weight_update.weights.growing_plan import GrowingPlan, is_last
 
 _WATCH_SECONDS = 0.02
@@ -67,7 +66,7 @@ class Transfer:
         for member in self.fleet.members:
             member.attempt.buckets = buckets
 
-    def _send(self, bucket: Bucket, packed: list[torch.Tensor], *, last: bool) -> None:
+    def _send(self, bucket: Bucket, cargo: Cargo, *, last: bool) -> None:
         # A stream may have another bucket: until it ended, no engine holds everything.
         self._expect(self.plan.requests + (not self.plan.ended))
 
@@ -76,6 +75,7 @@ class Transfer:
             try:
                 attempt.begun.apply(
                     bucket,
+                    cargo,
                     group_name=self.group.name,
                     flush=last and flush,
                     deadline=self.deadline,
@@ -91,7 +91,7 @@ class Transfer:
         for member in self.fleet.members:
             member.attempt.names |= names
         self.fleet.start(apply)
-        self.group.broadcast(packed)
+        self.group.broadcast(cargo.tensors)
 
     def _note_refusal(self, attempt: Attempt, error: EngineRejected) -> None:
         """Raises unless the engine did what the attempt needed all the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ from weight_update.errors import (
     WeightUpdateError,
     wrapped,
 )
-from weight_update.options import UpdateOptions, check_quorum
-from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
+from weight_update.options import UpdateOptions, Way, check_quorum
+from weight_update.report import EngineOutcome, ProgressHook, Route, UpdateReport
 from weight_update.update.connect import leave
 from weight_update.update.fleet import Attempt, Fleet, Member, culprits
 from weight_update.update.planning import Payload, fitted_plan, planned
 from weight_update.update.procedure import Procedure
 from weight_update.update.progress import Meter, Stopwatch
-from weight_update.update.protocols import Engine, Group, Packer
+from weight_update.update.protocols import Engine, Group
 from weight_update.update.reader import callers_stream, in_time, nobody_else
 from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules
@@ -35,12 +35,14 @@ from weight_update.update.settle import RESUME_SECONDS, release
 from weight_update.update.signals import orderly_end
 from weight_update.update.turns import one_at_a_time, turn
 from weight_update.update.versions import next_version
-from weight_update.update.wire import GroupFactory, PackerFactory, Wire, refuse_meta
+from weight_update.update.ways import Ends
+from weight_update.update.wire import Wire, refuse_meta
 from weight_update.waiting import Clock, Deadline, spawn
 from weight_update.weights.buckets import Plan
+from weight_update.weights.cargo import Format, Formats, Terms
 from weight_update.weights.fitting import with_dtype
 from weight_update.weights.growing_plan import GrowingPlan
-from weight_update.weights.specs import Weight
+from weight_update.weights.specs import TensorSpec, Weight
 
 _log = logging.getLogger("weight_update")
 
@@ -88,6 +90,7 @@ class _Run:
     version: int = 0
     counted: bool = False
     plan: Plan | GrowingPlan | None = None
+    format: Format | None = None
     pause_mode: str = "retract"
     warnings: list[str] = field(default_factory=list)
 
@@ -103,8 +106,7 @@ class Updater:
     Args:
         urls: The fleet.
         open_engine: Makes the engine at a URL.
-        open_group: Makes the group that bytes travel in.
-        open_packer: Makes the packer for a device.
+        ways: What each way for bytes needs; the first is taken where nothing speaks against it.
         options: Everything that shapes an update.
         clock: Where time comes from.
 
@@ -117,15 +119,14 @@ class Updater:
         self,
         urls: Sequence[str],
         open_engine: Callable[[str], Engine],
-        open_group: GroupFactory,
-        open_packer: PackerFactory,
+        ways: Mapping[Way, Ends],
         options: UpdateOptions,
         clock: Clock | None = None,
     ) -> None:
         self.version = options.initial_version or 0
         self.options = options
         self.roster = Roster(urls, open_engine)
-        self._wire = Wire(open_group, open_packer, options)
+        self._wire = Wire(ways, options)
         self._num_gpus = options.num_gpus
         self._busy = threading.Lock()
         self._warned: set[str] = set()
@@ -211,7 +212,7 @@ class Updater:
         """What an update of ``weights`` would send, in which requests; asks no engine."""
         device, dtype = self._wire.device_for(weights[0].device), self.options.dtype
         sent = [weight if dtype == "engine" else with_dtype(weight, dtype) for weight in weights]
-        return planned(sent, self.options, device, self._wire.packer_for(device).packs)
+        return planned(sent, self.options, self._formats(device, ()))
 
     def flush_cache(self) -> bool:
         """Flushes every prefix cache once; False if one was not, and the log says why."""
@@ -372,7 +373,7 @@ class Updater:
 
         rules = self._rules(run, count)
         run.watch.phase = "plan"
-        run.plan = self._plan(run, fleet, group.device, packer)
+        run.plan = self._plan(run, fleet, self._formats(group.device, fleet.members, run))
         run.watch.meter.plan(run.plan)
         return Procedure(
             fleet,
@@ -383,7 +384,28 @@ class Updater:
             run.deadline,
             run.watch,
             check_readers=run.push.check_readers,
+            way=self._wire.way,
         )
+
+    def _formats(
+        self, device: torch.device, members: Sequence[Member], run: _Run | None = None
+    ) -> Formats:
+        """Chooses how weights are divided, and notes why."""
+        free = [member.engine.intake.free_bytes for member in members]
+        known = [size for size in free if size is not None]
+        terms = Terms(
+            self.options.bucket_bytes,
+            min(known) if known and len(known) == len(free) else None,
+            self._wire.request_seconds,
+        )
+
+        def choose(specs: Sequence[TensorSpec] | None) -> Format:
+            chosen = self._wire.packer_for(device).format(specs, terms)
+            if run is not None:
+                run.format = chosen
+            return chosen
+
+        return choose
 
     def _rules(self, run: _Run, count: Callable[[], Sequence[str]]) -> UpdateRules:
         options = self.options
@@ -404,9 +426,7 @@ class Updater:
             return self.version + 1  # a resumed run's own count wins over the engines' labels
         return next_version(self.version, [m.label for m in self.roster.members])
 
-    def _plan(
-        self, run: _Run, fleet: Fleet, device: torch.device, packer: Packer
-    ) -> Plan | GrowingPlan:
+    def _plan(self, run: _Run, fleet: Fleet, format_of: Formats) -> Plan | GrowingPlan:
         """Which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
         known = {name for member in fleet.members for name in member.shapes}
@@ -415,7 +435,7 @@ class Updater:
 
         def plan(stream: AbstractContextManager[object]) -> Plan | GrowingPlan:
             with stream:
-                return fitted_plan(run.payload, intakes, known, self.options, device, packer.packs)
+                return fitted_plan(run.payload, intakes, known, self.options, format_of)
 
         planning = spawn(plan, callers_stream())  # to check the values reads them all
         deadline = run.deadline.share(_PLANNING_SHARE)
@@ -478,7 +498,15 @@ class Updater:
             engines=self.engines,
             pause_mode=run.pause_mode,
             warnings=tuple(run.warnings),
+            route=self._route(run),
         )
+
+    def _route(self, run: _Run) -> Route | None:
+        group, chosen = self._wire.group, run.format
+        if group is None or chosen is None:
+            return None
+        reasons = (*self._wire.reasons, *filter(None, [chosen.reason]))
+        return Route(self._wire.way, group.backend, chosen.bucket_bytes, reasons)
 
     def _warn(self, warnings: Sequence[str]) -> None:
         for warning in warnings:

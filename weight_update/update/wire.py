@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from weight_update.errors import ConfigurationError, UpdateTimeout, WeightUpdateError
-from weight_update.options import UpdateOptions, check_device_exists, parse_device
+from weight_update.options import UpdateOptions, Way, check_device_exists, parse_device
 from weight_update.update.connect import assign_ranks, join, leave
 from weight_update.update.fleet import Fleet
 from weight_update.update.procedure import Procedure
 from weight_update.update.protocols import Group, Packer
 from weight_update.update.rules import UpdateRules
+from weight_update.update.ways import Ends, choose_way
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import plan_buckets
 from weight_update.weights.specs import TensorSpec, Weight
-
-GroupFactory = Callable[[Sequence[str], UpdateOptions, int, torch.device], Group]
-PackerFactory = Callable[[torch.device], Packer]
 
 
 class Wire:
     """Owns the group that bytes travel in.
 
     Args:
-        open_group: Makes a group.
-        open_packer: Makes the packer for a device.
+        ways: What each way needs.
         options: Device, backend, address and number of ranks, as far as they are given.
 
     Attributes:
+        way: The way in use, or to be used first.
+        reasons: Why it is in use, for the report.
         group: The group in use, if any.
         world_size: 1 + the ranks of all engines, once they were asked.
+        request_seconds: What an update request costs whatever its size, once it was measured.
     """
 
-    def __init__(
-        self, open_group: GroupFactory, open_packer: PackerFactory, options: UpdateOptions
-    ) -> None:
+    def __init__(self, ways: Mapping[Way, Ends], options: UpdateOptions) -> None:
         self.group: Group | None = None
         self.world_size: int | None = None
-        self._open_group = open_group
-        self._open_packer = open_packer
+        self.request_seconds: float | None = None
+        self.way: Way = next(iter(ways))
+        self.reasons: tuple[str, ...] = ()
+        self._ways = ways
         self._options = options
         self._packer: Packer | None = None
         self._fleet = Fleet(())
@@ -72,7 +72,7 @@ class Wire:
 
     def packer_for(self, device: torch.device) -> Packer:
         """The packer in use, or one like it."""
-        return self._packer or self._open_packer(device)
+        return self._packer or self._ways[self.way].open_packer(device)
 
     def device_for(self, device: torch.device) -> torch.device:
         """Where the bytes of weights on a device travel."""
@@ -93,11 +93,12 @@ class Wire:
         if self.serves(fleet):
             return
         self.drop()
+        self.way, self.reasons = choose_way(fleet, self._options, self._ways)
         device = self.device_for(device)
         check_device_exists(device)
         self.world_size = world_size = assign_ranks(fleet, num_gpus)
         closings = self._closings
-        packer = self._open_packer(device)
+        packer = self._ways[self.way].open_packer(device)
         self.group = self._join(fleet, world_size, device, deadline)
         self._packer, self._fleet, self._serves = packer, fleet, fleet.identity
         self._live.append((self.group, fleet))
@@ -114,7 +115,9 @@ class Wire:
 
         def open_group() -> Group:
             # Finding the address asks the resolver, which may take its time.
-            opening = spawn(self._open_group, urls, self._options, world_size, device)
+            opening = spawn(
+                self._ways[self.way].open_group, urls, self._options, world_size, device
+            )
             try:
                 return opening.result(deadline.remaining())
             except TimeoutError as error:
@@ -158,7 +161,8 @@ class Wire:
             on_failure=self._options.on_failure,
             full=False,
         )
-        Procedure(fleet, group, packer, plan_buckets([weight], 1), rules, deadline).run()
+        plan = plan_buckets([weight], 1)
+        Procedure(fleet, group, packer, plan, rules, deadline, way=self.way).run()
 
 
 def refuse_meta(weights: Sequence[Weight]) -> None:

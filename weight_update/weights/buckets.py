@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from weight_update.weights.cargo import Packs
 from weight_update.weights.families.fused import group_of as fused_group_of
 from weight_update.weights.families.fused import set_of
 from weight_update.weights.specs import TensorSpec, Weight
@@ -19,7 +20,6 @@ DEFAULT_BUCKET_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 memory allows: two of them exist on the trainer, one on the engine. On a CPU the wire is slow
 beside a request, and fresh memory is slow beside the wire, so they are smaller."""
 
-Packs = Callable[[TensorSpec], bool]
 GroupOf = Callable[[str], str | None]
 
 

@@ -14,6 +14,7 @@ from weight_update.bench.planning import timed
 from weight_update.bench.rows import Pair, Row
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from weight_update.weights.cargo import Cargo, Terms
 from weight_update.weights.extract import extract_weights
 
 _AIM = 1 / 3
@@ -114,10 +115,10 @@ class _Reader:
         self._packer = BucketPacker(device)
 
     def __call__(self) -> None:
-        packs = self._packer.packs
+        packs = self._packer.format(None, Terms()).packs
         plan = plan_buckets(extract_weights(self._model), self._size, packs, even=True)
         self._packer.reserve(plan)
-        travelling: list[torch.Tensor] = []
+        travelling = Cargo()
         for bucket in plan.buckets:
             packed = self._packer.pack(bucket)
             travelling = packed

@@ -12,6 +12,7 @@ from weight_update.bench.planning import timed
 from weight_update.bench.rows import Pair, Row
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from weight_update.weights.cargo import Terms
 from weight_update.weights.extraction_cache import ExtractionCache
 from weight_update.weights.specs import Weight
 
@@ -53,7 +54,7 @@ def deepseek_v3() -> Any:
 
 
 def _planning(weights: tuple[Weight, ...]) -> float:
-    packs = BucketPacker(torch.device("cpu")).packs
+    packs = BucketPacker(torch.device("cpu")).format(None, Terms()).packs
     return timed(lambda: plan_buckets(weights, DEFAULT_BUCKET_BYTES["cuda"], packs, even=True))
 
 
