@@ -90,6 +90,7 @@ class Intake:
         shapes: Of the weights in its model's folder, by name; empty when unknown.
         offline: Why it takes no weights from a group, in words; None when it does.
         free_bytes: Memory that it has free for an update; None when it does not say.
+        nccl: Settings of NCCL that it makes where its environment has none.
         unread: Its model's folder cannot be read here, so it may be quantised without a word.
     """
 
@@ -107,4 +108,5 @@ class Intake:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     offline: str | None = None
     free_bytes: int | None = None
+    nccl: Mapping[str, str] = field(default_factory=dict)
     unread: bool = False

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from tempfile import TemporaryFile
 from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
@@ -40,6 +41,7 @@ API_KEY_VARIABLE = "WEIGHT_UPDATE_API_KEY"
 ADMIN_API_KEY_VARIABLE = "WEIGHT_UPDATE_ADMIN_API_KEY"
 MASTER_ADDRESS_VARIABLE = "WEIGHT_UPDATE_MASTER_ADDRESS"
 BUCKET_BYTES_VARIABLE = "WEIGHT_UPDATE_BUCKET_BYTES"
+DIRECTORY_VARIABLE = "WEIGHT_UPDATE_DIRECTORY"
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -149,6 +151,7 @@ class UpdateOptions:
         check_positive("num_gpus", self.num_gpus)
         check_positive("bucket_bytes", self.bucket_bytes)
         check_port(self.master_port)
+        check_directory(self.directory)
         check_dtype(self.dtype)
         parse_device(self.device)
         if self.backend == "nccl" and not torch.cuda.is_available():
@@ -240,6 +243,26 @@ def check_port(port: Any) -> None:
     valid = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 65536
     if port is not None and not valid:
         raise ConfigurationError(f"master_port={port!r} must be between 1 and 65535")
+
+
+def check_directory(directory: Any) -> None:
+    """Raises ConfigurationError unless ``directory`` is None or a folder that can be written.
+
+    Example:
+        >>> check_directory("/nowhere")
+        Traceback (most recent call last):
+        weight_update.errors.ConfigurationError: directory='/nowhere' cannot be written: ...
+    """
+    if directory is None:
+        return
+    try:
+        with TemporaryFile(dir=directory):
+            return
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"directory={directory!r} cannot be written: {error}",
+            remedy="name a folder that is there, and that trainer and servers see under this path",
+        ) from error
 
 
 def check_dtype(dtype: Any) -> None:

@@ -101,7 +101,7 @@ class Route:
 
     Attributes:
         way: ``broadcast``, ``ipc``, ``disk``, or ``request`` for an adapter.
-        backend: What carried them, such as ``nccl`` or ``gloo``.
+        backend: What carried them, such as ``nccl`` or ``gloo``; ``none`` where no group did.
         bucket_bytes: No bucket of several tensors was larger.
         reasons: What was chosen and why; empty where nothing had to be.
 
@@ -117,7 +117,8 @@ class Route:
 
     def __str__(self) -> str:
         why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
-        return f"by {self.way} over {self.backend}, in buckets of {_amount(self.bucket_bytes)}{why}"
+        over = "" if self.backend == "none" else f" over {self.backend}"
+        return f"by {self.way}{over}, in buckets of {_amount(self.bucket_bytes)}{why}"
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,12 @@ class UpdateReport:
         >>> outcome = EngineOutcome("http://a:1", EngineState.NEW, "3", paused=False)
         >>> report = UpdateReport(
         ...     version=3, bytes=2_000_000_000, tensors=291, buckets=1,
-        ...     seconds={"transfer": 0.5, "total": 0.6}, engines={"http://a:1": outcome})
+        ...     seconds={"transfer": 0.5, "paused": 0.55, "total": 0.6},
+        ...     engines={"http://a:1": outcome})
         >>> report.gigabytes_per_second
         4.0
         >>> print(report)
-        version 3: 291 tensors, 2.00 GB in 1 bucket, 4.00 GB/s, 600 ms (transfer 500)
+        version 3: 291 tensors, 2.00 GB in 1 bucket, 4.00 GB/s, 600 ms, paused 550 ms (transfer 500)
           http://a:1 new (version 3)
         >>> report.to_dict()["engines"]["http://a:1"]["state"]
         'new'
@@ -226,10 +228,12 @@ class UpdateReport:
     def headline(self) -> str:
         """The report in one line, engines left out."""
         plural = "" if self.buckets == 1 else "s"
+        still = self.seconds.get("paused")
+        paused = "" if still is None else f", paused {1e3 * still:.0f} ms"
         return (
             f"version {self.version}: {self.tensors} tensors, {_amount(self.bytes)} in "
             f"{self.buckets} bucket{plural}, {self.gigabytes_per_second:.2f} GB/s, "
-            f"{1e3 * self.seconds.get('total', 0.0):.0f} ms ({self._phases()})"
+            f"{1e3 * self.seconds.get('total', 0.0):.0f} ms{paused} ({self._phases()})"
         )
 
     def __str__(self) -> str:

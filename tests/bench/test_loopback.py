@@ -91,9 +91,19 @@ def test_a_small_run_promises_nothing(rows: dict[str, Any]):
     assert all(rows[job].aim is None for job in rows if "engine" in job)
 
 
-@pytest.mark.parametrize(("tensors", "aims"), [(300, (1.5, None)), (20_000, (2.0, 1 / 3))])
-def test_the_documented_jobs_promise_their_ratios(tensors: int, aims: tuple[float, float | None]):
-    assert LoopbackJobs().aims(tensors) == aims
+@pytest.mark.parametrize(
+    ("tensors", "engines", "aims"),
+    [
+        (300, 1, (1.3, None)),
+        (300, 2, (1.5, None)),
+        (20_000, 1, (1.6, 1 / 3)),
+        (20_000, 2, (2.0, 1 / 3)),
+    ],
+)
+def test_the_documented_jobs_promise_their_ratios(
+    tensors: int, engines: int, aims: tuple[float, float | None]
+):
+    assert LoopbackJobs().aims(tensors, engines) == aims
 
 
 def test_an_engine_with_other_values_is_noticed():

@@ -11,14 +11,18 @@ pytest.importorskip("peft")
 
 from weight_update.bench.weights.lora import LoraShape, lora_rows
 
+CPU = torch.device("cpu")
 TINY = LoraShape(
     layers=2, hidden=32, intermediate=48, heads=2, kv_heads=1, vocabulary=64, tied=True
 )
 
 
-def test_a_row_has_both_ways_of_reading_and_what_each_of_them_held():
-    (row,) = lora_rows(torch.device("cpu"), 3, {"machine": {}}, shape=TINY, bucket_bytes=10_000)
+def test_the_rows_have_all_ways_of_reading_and_what_each_of_them_held():
+    row, beside_base = lora_rows(CPU, 3, {"machine": {}}, shape=TINY, bucket_bytes=10_000)
 
+    assert beside_base.job == row.job
+    assert beside_base.aim is None
+    assert [pair.seconds for pair in beside_base.pairs] == [pair.seconds for pair in row.pairs]
     data = json.loads(json.dumps(row.to_dict()))
     largest = 2 * 64 * 32
     assert len(data["ratios"]) == 3

@@ -46,6 +46,7 @@ def test_a_json_row_has_the_documented_fields():
         "ratio": 0.5,
         "ratios": [0.5],
         "extra_memory_bytes": None,
+        "engine_memory_bytes": None,
         "allowed_memory_bytes": None,
         "correct": None,
         "failures": [],

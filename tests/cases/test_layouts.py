@@ -57,10 +57,13 @@ def test_c04_a_layout_whose_ranks_cannot_join_is_refused_with_advice(
     layout: dict[str, Any], advice: str
 ) -> None:
     with FakeServer({**HEALTHY, **layout}) as server:
-        scheme = SGLangWeightSyncScheme(server.url, timeout=20.0)
+        scheme = SGLangWeightSyncScheme(
+            server.url, timeout=20.0, transport="broadcast", pause_mode="abort"
+        )
         with scheme.create_sender() as sender, pytest.raises(ConfigurationError) as caught:
             sender.update_weights(kit.llama(1))
         assert advice in str(caught.value)
+        assert "transport='disk'" in str(caught.value)
         assert server.posted() == []
 
 

@@ -26,6 +26,7 @@ from weight_update.reference_engine import ReferenceEngine
 PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
 TOKENS = 8
 UPDATE = "/update_weights_from_distributed"
+FROM_DISK = "/update_weights_from_disk"
 PAUSE = "/pause_generation"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 

@@ -71,6 +71,16 @@ def test_what_only_an_update_can_prove_is_called_unknown() -> None:
     assert "unknown: whether another trainer left an update open" in text
 
 
+def test_replicas_are_told_that_updates_go_by_disk() -> None:
+    diagnosis = diagnose(server(info={"dp_size": 2}))
+    assert diagnosis.ok
+    (described,) = diagnosis.servers
+    assert described["ranks"] == 0
+    (warning,) = described["warnings"]
+    assert "2 data-parallel replicas, which cannot join a group" in warning["what"]
+    assert "WEIGHT_UPDATE_DIRECTORY" in warning["remedy"]
+
+
 PROBLEMS = [
     ("no answer", server(unreachable="connection refused", advice="start it"), "refused"),
     ("a redirect", server(redirect="https://b"), "redirects to https://b"),
@@ -83,8 +93,7 @@ PROBLEMS = [
     ("no admin key", server(control_key="missing"), "control routes need a key"),
     ("a wrong admin key", server(control_key="refused"), "control routes refuse.*ADMIN_API_KEY"),
     ("an old release", server(info={"version": "0.5.3"}), r"0\.5\.3 has no pause modes"),
-    ("pipeline stages", server(info={"pp_size": 2}), "2 pipeline stages"),
-    ("replicas", server(info={"dp_size": 2}), "2 data-parallel replicas.*one server a replica"),
+    ("pipeline stages", server(info={"pp_size": 2}), "pipeline stages.*--pause-mode abort"),
     ("a stuck scheduler", server(busy=True, info={}), "scheduler does not answer"),
     ("a weight cache", server(info={"weight_cache_mode": "on"}), "weight cache is on"),
     ("disaggregation", server(info={"disaggregation_mode": "decode"}), "--pause-mode abort"),

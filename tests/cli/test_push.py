@@ -130,6 +130,49 @@ def test_padding_of_the_vocabulary_is_cut_off_on_request_alone(
     assert served(engine) == tokens_of(1)
 
 
+@pytest.mark.parametrize("way", ["broadcast", "ipc", "disk"])
+def test_the_way_that_is_asked_for_is_taken_and_named(
+    engine: ReferenceEngine, checkpoints: Checkpoints, tmp_path: Path, way: str
+) -> None:
+    asked = ["--transport", way, "--directory", tmp_path]
+
+    ended = run("push", *servers(engine), checkpoints.b, *asked)
+
+    assert ended.code == 0, ended.err
+    assert f"\n  by {way}" in ended.out
+    assert served(engine) == tokens_of(1)
+
+
+def test_json_says_which_way_the_bytes_took(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    route = run("push", *servers(engine), checkpoints.b, "--json").json["route"]
+
+    assert (route["way"], route["backend"]) == ("broadcast", "gloo")
+
+
+def test_files_for_the_servers_are_written_where_it_is_told(
+    engine: ReferenceEngine, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    log = len(engine.requests())
+
+    asked = ["--transport", "disk", "--directory", tmp_path]
+    ended = run("push", *servers(engine), checkpoints.b, *asked)
+
+    told = [r["json"] for r in engine.requests()[log:] if r["path"] == kit.FROM_DISK]
+    assert ended.code == 0, ended.err
+    assert [Path(each["model_path"]).is_relative_to(tmp_path) for each in told] == [True]
+
+
+def test_a_way_that_is_unknown_is_a_wrong_argument(
+    engine: ReferenceEngine, checkpoints: Checkpoints
+) -> None:
+    ended = run("push", *servers(engine), checkpoints.b, "--transport", "pigeon")
+
+    assert ended.code == 2
+    assert "'broadcast', 'ipc', 'disk'" in ended.err
+
+
 # -- a state_dict in a file ---------------------------------------------------------------
 
 

@@ -66,6 +66,14 @@ def test_plain_pytorch_pushes_to_several_servers_that_run_already(tmp_path: Path
             assert f"{url} new (version 2)" in printed
 
 
+def test_weights_get_to_a_colocated_server_through_shared_memory() -> None:
+    printed = run("examples/colocated.py")
+    before, after = re.findall(r"the engine generates (\[.*\])", printed)
+    assert before != after
+    assert "by ipc over shared memory" in printed
+    assert re.search(r"http://\S+ new \(version 3\)", printed)
+
+
 def test_a_checkpoint_is_pushed_from_the_command_line() -> None:
     printed = run("examples/push_from_the_command_line.py")
     before, after = re.findall(r"the server generates (\[.*\])", printed)

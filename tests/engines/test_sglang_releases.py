@@ -11,14 +11,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme
+from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.engines.sglang import SGLangEngine
 from weight_update.engines.sglang_capabilities import running_requests
 from weight_update.options import HttpOptions, PauseMode
+from weight_update.report import Progress
 from weight_update.rollouts import salted
 from weight_update.waiting import Deadline
 
@@ -71,6 +73,25 @@ def sender_of(server: SGLangServer, **settings: Any) -> SGLangWeightSender:
 
 def serves(server: SGLangServer, seed: int, prompt: list[int] = SEEN) -> bool:
     return server.generate(prompt, 24) == greedy(tiny_llama(seed), prompt, 24)
+
+
+def test_updates_by_disk_arrive_and_a_folder_that_is_gone_leaves_the_old_weights(
+    at_a: SGLangServer, tmp_path: Path
+) -> None:
+    def hide(now: Progress) -> None:
+        for file in tmp_path.glob("*/version-*/*.safetensors") if now.phase == "pause" else ():
+            file.unlink()
+
+    with sender_of(at_a, transport="disk", directory=tmp_path, pause_mode="abort") as sender:
+        for seed in (SEED_B, SEED_A):
+            report = sender.update_weights(tiny_llama(seed))
+            assert serves(at_a, seed)
+            assert at_a.label() == str(report.version)
+        with pytest.raises(WeightUpdateError, match="weights iterator") as caught:
+            sender.update_weights(tiny_llama(SEED_B), progress=hide)
+        assert caught.value.report.engines[at_a.url].state is EngineState.OLD
+        assert serves(at_a, SEED_A)
+    assert list(tmp_path.iterdir()) == []
 
 
 def is_told_of_stale_prefixes(warnings: tuple[str, ...]) -> bool:

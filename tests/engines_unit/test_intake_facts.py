@@ -260,3 +260,54 @@ def test_shapes_that_are_none_are_left_out(tmp_path: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header)
 
     assert read_shapes(str(tmp_path)) == {"a": (2,)}
+
+
+def usage(*free: Any) -> dict[str, Any]:
+    """A ``/server_info`` whose ranks say what they had free when they had started."""
+    return {"internal_states": [{"memory_usage": {"startup_available": gib}} for gib in free]}
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        (usage(8.5), int(8.5 * (1 << 30))),
+        (usage(8.5, 3), 3 << 30),
+        (usage(0.0), 0),
+        (usage(8.5, None), None),
+        (usage(-1.0), None),
+        (usage(float("nan")), None),
+        (usage(float("inf")), None),
+        (usage("8.5"), None),
+        (usage(True), None),
+        ({"internal_states": [{"memory_usage": {"weight": 1.0, "kvcache": 2.0}}]}, None),  # 0.5.15
+        ({"internal_states": [{"memory_usage": 7}]}, None),
+        ({"internal_states": [None]}, None),
+        ({"internal_states": {"memory_usage": {}}}, None),
+        ({"internal_states": None}, None),
+    ],
+)
+def test_free_memory_is_that_of_the_fullest_rank_where_all_say_it(
+    info: Any, expected: int | None
+) -> None:
+    assert intake(info).free_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"device": "cuda"}, ("0", "0")),
+        ({"device": "cuda", "enable_nccl_nvls": True}, ("0", "1")),
+        ({"device": "cuda", "enable_symm_mem": True}, ("1", "1")),
+        ({"device": "cuda", "enable_symm_mem": "no"}, ("0", "0")),
+    ],
+)
+def test_what_a_server_on_a_gpu_sets_of_nccl_follows_from_its_arguments(
+    info: Any, expected: tuple[str, str]
+) -> None:
+    cumem, nvls = expected
+    assert intake(info).nccl == {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": nvls}
+
+
+@pytest.mark.parametrize("device", ["cpu", None, 7])
+def test_a_server_without_a_gpu_sets_nothing_of_nccl(device: Any) -> None:
+    assert intake({"device": device}).nccl == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,18 @@ def bucket(*, flat: bool) -> Bucket:
     return Bucket(extract_weights(tensors), flat=flat)
 
 
+def announced(*, flat: bool, flush: bool = False) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(
+        update_request(bucket(flat=flat), group_name="g", flush=flush)
+    )
+    return body
+
+
 # -- update requests -----------------------------------------------------------------------
 
 
 def test_an_update_request_announces_names_dtypes_and_shapes_in_wire_order() -> None:
-    body = update_request(bucket(flat=False), group_name="g", flush=False)
+    body = announced(flat=False)
 
     assert body == {
         "names": ["a.weight", "b"],
@@ -47,8 +55,7 @@ def test_an_update_request_announces_names_dtypes_and_shapes_in_wire_order() -> 
 
 
 def test_only_a_flat_bucket_names_its_format() -> None:
-    flat = update_request(bucket(flat=True), group_name="g", flush=False)
-    tensors = update_request(bucket(flat=False), group_name="g", flush=False)
+    flat, tensors = announced(flat=True), announced(flat=False)
 
     assert flat == {**tensors, "load_format": "flattened_bucket"}
 
@@ -58,7 +65,7 @@ def test_only_a_flat_bucket_names_its_format() -> None:
 def test_an_update_request_never_aborts_requests_and_writes_no_version(
     flat: bool, flush: bool
 ) -> None:
-    body = update_request(bucket(flat=flat), group_name="g", flush=flush)
+    body = announced(flat=flat, flush=flush)
 
     assert body["flush_cache"] is flush
     assert body["abort_all_requests"] is False

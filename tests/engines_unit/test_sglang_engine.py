@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,16 +160,52 @@ def test_a_service_that_says_yes_to_everything_is_no_router(
 # -- observe -------------------------------------------------------------------------------
 
 
-def test_a_look_is_three_calls_and_changes_nothing(engine, server) -> None:
+def test_a_look_is_three_calls_that_change_nothing(engine, server) -> None:
     seen = engine.observe(soon())
 
     assert (seen.label, seen.ready) == ("3", True)
     assert seen.instance
-    assert [(asked.method, asked.path) for asked in server.asked] == [
+    assert sorted((asked.method, asked.path) for asked in server.asked) == [
         ("GET", "/model_info"),
         ("GET", "/ready"),
         ("GET", "/server_info"),
     ]
+
+
+def test_a_look_for_label_and_start_alone_is_two_calls(engine, server) -> None:
+    seen = engine.observe(soon(), readiness=False)
+
+    assert (seen.label, seen.ready) == ("3", None)
+    assert sorted(paths(server)) == ["/model_info", "/server_info"]
+
+
+def meet(server, bodies: dict[str, Any], answer) -> None:
+    """Makes routes answer only once all of them were asked."""
+    meeting = threading.Barrier(len(bodies))
+
+    def after_all(body: Any) -> Any:
+        meeting.wait(10)
+        return answer(body=body)
+
+    for path, body in bodies.items():
+        server.by_body[path] = lambda _, body=body: after_all(body)
+
+
+def test_no_call_of_a_look_waits_for_another(engine, server, answer) -> None:
+    meet(server, {"/model_info": MODEL, "/ready": {}, "/server_info": INFO}, answer)
+
+    assert engine.observe(Deadline(15.0)).label == "3"
+
+
+def test_an_inspection_asks_what_the_server_is_and_which_routes_it_has_at_once(
+    engine, server, answer
+) -> None:
+    probed = {"/pause_generation": {}, "/begin_weight_update": {}}
+    meet(server, {"/server_info": INFO, **probed}, answer)
+
+    engine.inspect(Deadline(15.0))
+
+    assert engine.capabilities.sessions
 
 
 def test_another_start_is_another_instance(engine, server, answer) -> None:

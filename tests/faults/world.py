@@ -315,7 +315,7 @@ class ModelEngine:
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         return ()
 
-    def observe(self, deadline: Deadline) -> Sighting:
+    def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
         def look() -> Sighting:
             return Sighting(self.label_shown, not self.paused, self.instance)
 

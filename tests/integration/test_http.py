@@ -281,18 +281,27 @@ def refused(server: FakeServer, **options: Any) -> WeightUpdateError:
     ("info", "words"),
     [
         ({"version": "0.5.23", "tp_size": 1, "pp_size": 2}, "2 pipeline stages"),
-        ({"version": "0.5.23", "tp_size": 1, "dp_size": 2}, "name the URL of each"),
+        ({"version": "0.5.23", "tp_size": 1, "dp_size": 2}, "2 data-parallel replicas"),
     ],
     ids=["pipeline", "replicas"],
 )
-def test_a_layout_that_cannot_be_updated_is_refused_with_advice(
+def test_a_layout_that_cannot_join_a_group_is_refused_a_broadcast_with_advice(
     info: dict[str, Any], words: str
 ) -> None:
     """C04: before any group is made or anything is paused."""
     with FakeServer(info) as server:
-        error = refused(server)
+        error = refused(server, transport="broadcast", pause_mode="abort")
     assert isinstance(error, ConfigurationError)
     assert words in str(error)
+    assert "transport='disk'" in str(error)
+    assert "name the URL of each" in str(error)
+
+
+def test_pipeline_stages_are_refused_a_pause_that_does_not_stop_them() -> None:
+    with FakeServer({"version": "0.5.23", "tp_size": 1, "pp_size": 2}) as server:
+        error = refused(server)
+    assert isinstance(error, ConfigurationError)
+    assert "use 'abort'" in str(error)
 
 
 def test_a_wrong_number_of_ranks_is_refused_before_a_group_is_made(

@@ -38,7 +38,8 @@ def test_the_rate_of_an_update_without_a_transfer_is_zero(seconds: dict[str, flo
 
 def test_a_report_reads_as_one_line_an_engine_and_one_a_warning() -> None:
     assert str(make_report(warnings=("the cache was not flushed",))).splitlines() == [
-        "version 3: 21 tensors, 4.00 MB in 2 buckets, 1.00 GB/s, 12 ms (pause 2, transfer 4)",
+        "version 3: 21 tensors, 4.00 MB in 2 buckets, 1.00 GB/s, 12 ms, paused 10 ms "
+        "(pause 2, transfer 4)",
         "  http://a:1 new (version 3)",
         "  http://b:1 mixed (version unknown, paused): weights new, cache stale",
         "  warning: the cache was not flushed",

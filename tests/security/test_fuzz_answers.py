@@ -7,6 +7,7 @@ import socket
 import string
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,10 +32,11 @@ from weight_update.engines.sglang_client import SGLangClient
 from weight_update.engines.sglang_session import SGLangSession
 from weight_update.errors import WeightUpdateError
 from weight_update.facts import Digests
-from weight_update.options import HttpOptions
+from weight_update.options import HttpOptions, Way
 from weight_update.update.versions import next_version
 from weight_update.waiting import Clock, Deadline
 from weight_update.weights.buckets import Bucket
+from weight_update.weights.cargo import Cargo
 
 URL = "http://engine:1"
 
@@ -213,8 +215,14 @@ ENGINE: dict[str, Callable[[SGLangEngine], Any]] = {
     "drain": lambda e: e.drain("abort", soon()),
     "flush": lambda e: e.flush(soon()),
     "flush_once": lambda e: e.flush_once(soon()),
-    "apply": lambda e: e.session().apply(Bucket(()), group_name="g", flush=True, deadline=soon()),
+    "apply": lambda e: _apply(e, "broadcast"),
+    "load": lambda e: _apply(e, "disk"),
 }
+
+
+def _apply(engine: SGLangEngine, way: Way) -> None:
+    cargo = Cargo(folder=Path("/nowhere"))
+    engine.session(way).apply(Bucket(()), cargo, group_name="g", flush=True, deadline=soon())
 
 
 def healthy_engine() -> SGLangEngine:
@@ -287,7 +295,7 @@ def test_what_a_server_says_of_itself_is_read_or_refused(
     label, instance = sglang_facts.label_of(model), sglang_facts.instance_of(info)
     assert label is None or isinstance(label, str)
     assert instance is None or isinstance(instance, str)
-    answered(lambda: read_layout(info, url=URL))
+    answered(lambda: read_layout(info))
     release = info.get("version")
     routes: dict[str, bool | None] = dict.fromkeys(PROBED_ROUTES)
     result = answered(

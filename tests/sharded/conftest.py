@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update.reference_engine import ReferenceEngine
 
-collect_ignore = ["ranks.py", "trainers.py"]  # a script, and what it imports beside it
+collect_ignore = ["node_ranks.py", "ranks.py", "trainers.py"]  # scripts, and what they import
 HERE = Path(__file__).parent
 PATIENCE = 240.0
 
@@ -43,36 +44,54 @@ def engine_model(*, tied: bool) -> LlamaForCausalLM:
 @pytest.fixture(scope="session")
 def run_suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Results]]:
     """Runs a suite of ``ranks.py`` the first time it is asked for."""
-    done: dict[str, Results] = {}
     with (
         ReferenceEngine(engine_model(tied=False), wait=False) as engine,
         ReferenceEngine(engine_model(tied=True), wait=False) as tied_engine,
+        suites_of("ranks.py", tmp_path_factory, engine.url, tied_engine.url) as run,
     ):
-        host = subprocess.Popen(
-            [sys.executable, str(HERE / "ranks.py")],
-            stdin=subprocess.PIPE,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
+        yield run
 
-        def run(suite: str) -> Results:
-            if suite not in done:
-                home = tmp_path_factory.mktemp(suite)
-                asked = {"suite": suite, "home": str(home)}
-                asked |= {"url": engine.url, "tied_url": tied_engine.url}
-                assert host.stdin is not None
-                host.stdin.write(json.dumps(asked) + "\n")
-                host.stdin.flush()
-                done[suite] = collected(home)
-            return done[suite]
 
+@pytest.fixture(scope="session")
+def run_node_suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Results]]:
+    """Runs a suite of ``node_ranks.py`` the first time it is asked for."""
+    with (
+        ReferenceEngine(engine_model(tied=False), wait=False) as first,
+        ReferenceEngine(engine_model(tied=False), wait=False) as second,
+        suites_of("node_ranks.py", tmp_path_factory, first.url, second.url) as run,
+    ):
+        yield run
+
+
+@contextmanager
+def suites_of(
+    script: str, homes: pytest.TempPathFactory, url: str, other_url: str
+) -> Iterator[Callable[[str], Results]]:
+    done: dict[str, Results] = {}
+    host = subprocess.Popen(
+        [sys.executable, str(HERE / script)],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+
+    def run(suite: str) -> Results:
+        if suite not in done:
+            home = homes.mktemp(suite)
+            asked = {"suite": suite, "home": str(home), "url": url, "other_url": other_url}
+            assert host.stdin is not None
+            host.stdin.write(json.dumps(asked) + "\n")
+            host.stdin.flush()
+            done[suite] = collected(home)
+        return done[suite]
+
+    try:
         yield run
         assert host.stdin is not None
         host.stdin.close()
-        try:
-            host.wait(30)
-        finally:
-            host.kill()
+        host.wait(30)
+    finally:
+        host.kill()
 
 
 def collected(home: Path) -> Results:

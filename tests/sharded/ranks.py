@@ -44,9 +44,9 @@ class Rank:
     rank: int
     ranks: int
     url: str
-    tied_url: str
+    other_url: str
 
-    def sender(self, url: str = "", **options: Any) -> Any:
+    def sender(self, url: Any = "", **options: Any) -> Any:
         options = {"timeout": PATIENCE, "bucket_bytes": 20_000, **options}
         return SGLangWeightSyncScheme(url or self.url, **options).create_sender()
 
@@ -124,9 +124,9 @@ def gather_names(model: nn.Module) -> list[str]:
 
 def tied(me: Rank) -> dict[str, Any]:
     model = fsdp2(llama(30, tied=True), mesh_of(range(4)))
-    with me.sender(me.tied_url) as sender:
+    with me.sender(me.other_url) as sender:
         told = outcome(lambda: sender.update_weights(model))
-    return told | {"wrong": me.wrong(llama(30, tied=True), me.tied_url)}
+    return told | {"wrong": me.wrong(llama(30, tied=True), me.other_url)}
 
 
 def several_updates(me: Rank) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def other_weights(me: Rank) -> dict[str, Any]:
 def crossed_senders(me: Rank) -> dict[str, Any]:
     """Two senders, which rank 1 calls in another order than the others."""
     model = fsdp2(llama(38), mesh_of(range(4)))
-    with me.sender(me.tied_url if me.rank == 1 else me.url) as sender:
+    with me.sender(me.other_url if me.rank == 1 else me.url) as sender:
         return outcome(lambda: sender.update_weights(model))
 
 
@@ -390,7 +390,9 @@ def killed_leader(me: Rank) -> dict[str, Any]:
         return outcome(lambda: sender.update_weights(model, progress=deadly))
 
 
-SUITES: dict[str, tuple[int, float, tuple[Callable[[Rank], dict[str, Any]], ...]]] = {
+Suites = dict[str, tuple[int, float, tuple[Callable[[Rank], dict[str, Any]], ...]]]
+
+SUITES: Suites = {
     "whole": (
         4,
         PATIENCE,
@@ -409,12 +411,12 @@ SUITES: dict[str, tuple[int, float, tuple[Callable[[Rank], dict[str, Any]], ...]
 # ---- processes
 
 
-def serve() -> None:
+def serve(suites: Suites) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         home = Path(asked["home"])
-        port, ranks = free_port(), SUITES[asked["suite"]][0]
-        children = [start(rank, port, home, asked) for rank in range(ranks)]
+        suite, port = suites[asked["suite"]], free_port()
+        children = [start(rank, port, home, asked, suite) for rank in range(suite[0])]
         for child in children:
             os.waitpid(child, 0)
         (home / "done").touch()
@@ -426,22 +428,22 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def start(rank: int, port: int, home: Path, asked: dict[str, Any]) -> int:
+def start(rank: int, port: int, home: Path, asked: dict[str, Any], suite: Any) -> int:
     child = os.fork()
     if child:
         return child
     try:
-        work(rank, port, home, asked)
+        work(rank, port, home, asked, suite)
     except BaseException:  # noqa: BLE001 - the test shows it
         (home / f"{rank}.trace").write_text(traceback.format_exc())
     finally:
         os._exit(0)
 
 
-def work(rank: int, port: int, home: Path, asked: dict[str, Any]) -> None:
+def work(rank: int, port: int, home: Path, asked: dict[str, Any], suite: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    ranks, limit, scenarios = SUITES[asked["suite"]]
+    ranks, limit, scenarios = suite
     distributed.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -449,7 +451,7 @@ def work(rank: int, port: int, home: Path, asked: dict[str, Any]) -> None:
         world_size=ranks,
         timeout=timedelta(seconds=limit),
     )
-    me = Rank(rank, ranks, asked["url"], asked["tied_url"])
+    me = Rank(rank, ranks, asked["url"], asked["other_url"])
     for scenario in scenarios:
         result = scenario(me)
         (home / f"{scenario.__name__}.{rank}.json").write_text(json.dumps(result))
@@ -458,4 +460,4 @@ def work(rank: int, port: int, home: Path, asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(SUITES)

@@ -331,6 +331,27 @@ def test_giving_up_never_blocks_though_a_broadcast_is_unfinished(
         deaf.kill()
 
 
+def test_giving_up_frees_a_peer_though_another_never_takes_what_is_sent_to_it(
+    open_update_group: OpenGroup, shared_peers: list[PeerProcess]
+) -> None:
+    """Dropped alone, the group would wait for that send, for ever, and keep both peers."""
+    deaf, waiting = shared_peers
+    group = open_update_group(world_size=3)
+    meet(group, deaf, waiting)
+    payload = torch.zeros(32 << 20, dtype=torch.uint8)
+    group.broadcast([payload])
+    waiting.send("receive", specs=[*specs_of([payload]), ("float32", [4])])
+    assert waiting.is_blocked()
+    assert group.moving()
+
+    assert seconds_of(group.give_up) < AT_ONCE
+
+    assert "error" in waiting.answer()
+    for peer in shared_peers:
+        peer.send("leave")
+        peer.answer()
+
+
 def test_a_peer_that_dies_in_a_broadcast_is_an_error_at_once(open_update_group: OpenGroup) -> None:
     doomed = PeerProcess()
     group = open_update_group()

@@ -79,7 +79,7 @@ class FakeEngine:
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         return ()
 
-    def observe(self, deadline: Deadline) -> Sighting:
+    def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
         self._enter("observe")
         return Sighting(self.shown, not self.paused, self.instance)
 
@@ -147,7 +147,7 @@ class FakeSession:
 
     def apply(self, bucket: Bucket, cargo: Any, **arguments: Any) -> None:
         self._engine._enter("apply")
-        self._engine.buckets.append(bucket.specs[0].name)
+        self._engine.buckets += [spec.name for spec in bucket.specs[:1]]
 
     def close(self, deadline: Deadline) -> None:
         self._engine._enter("end")

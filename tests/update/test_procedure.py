@@ -288,7 +288,7 @@ def test_a_warm_up_neither_heals_nor_resumes_a_mixed_engine() -> None:
 
     home.updater.connect(fakes.torch.device("cpu"))
     wire = home.updater._wire
-    wire._warm_up(Fleet(home.updater.roster.members), fakes.torch.device("cpu"), fakes.Deadline(5))
+    wire._try(Fleet(home.updater.roster.members), fakes.Deadline(5))
 
     assert home.updater.engines[home.engines[0].url].state is EngineState.MIXED
     assert home.engines[0].paused

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -47,7 +47,9 @@ class Row:
         pairs: The rounds, in order.
         aim: The ratio that the library promises; None where nothing is promised.
         extra_memory_bytes: The trainer's peak above its model; None where it was not measured.
-        allowed_memory_bytes: What it may be.
+        engine_memory_bytes: Likewise the engine's.
+        allowed_memory_bytes: What either may be.
+        broken: Promises without a figure that were not kept.
         correct: Whether every engine's tensors were compared bit for bit, and were right; None
             where nothing moved.
         identity: What identifies the run: ``machine``, ``versions``, ``settings``.
@@ -58,7 +60,9 @@ class Row:
     pairs: Sequence[Pair]
     aim: float | None = None
     extra_memory_bytes: int | None = None
+    engine_memory_bytes: int | None = None
     allowed_memory_bytes: int | None = None
+    broken: Sequence[str] = ()
     correct: bool | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
 
@@ -70,20 +74,24 @@ class Row:
     @property
     def failures(self) -> list[str]:
         """Which promises this row does not keep."""
-        found = []
+        found = [*self.broken]
         if self.correct is False:
             found.append("an engine holds other values than the trainer")
         if self.aim is not None and self.median.ratio > self.aim:
             found.append(f"{self.median.ratio:.2f}x of {self.limit}, promised {self.aim:.2f}x")
-        extra, allowed = self.extra_memory_bytes, self.allowed_memory_bytes
-        if extra is not None and allowed is not None and extra > allowed:
-            found.append(f"{extra / 1e6:,.0f} MB above the model, promised {allowed / 1e6:,.0f}")
-        return found
+        return [*found, *self._excesses()]
+
+    def _excesses(self) -> Iterator[str]:
+        allowed = self.allowed_memory_bytes
+        sides = (("", self.extra_memory_bytes), (" on the engine", self.engine_memory_bytes))
+        for where, extra in sides:
+            if extra is not None and allowed is not None and extra > allowed:
+                yield f"{extra / 1e6:,.0f} MB above the model{where}, promised {allowed / 1e6:,.0f}"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON data; ``ratio`` is ``seconds / limit_seconds``, all three of one round."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        del shown["pairs"], shown["identity"]
+        del shown["pairs"], shown["identity"], shown["broken"]
         median = self.median
         return {**shown, **self.identity} | {
             "seconds": median.seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weight_update.cli import bench_fleet, bench_gpu, bench_link
 from weight_update.cli.output import (
     Exit,
     console,
@@ -19,11 +19,9 @@ from weight_update.cli.output import (
     say,
     usage,
 )
+from weight_update.cli.rows import measure
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from weight_update.bench.rows import Row
     from weight_update.bench.soak.run import SoakResult
 
 HELP = """\
@@ -33,6 +31,9 @@ Measure updates on this machine, beside what the link allows in the same run.
 Example:
   weight-update bench loopback --tensors 300 --engines 1 --gigabytes 0.05 --rounds 3
   weight-update bench weights --job names
+  weight-update bench fleet --engines 1 --engines 4
+  weight-update bench gpu --job ipc --layers 4 --rounds 3
+  weight-update bench link --server http://a:30000
   weight-update bench soak --updates 50
 """
 
@@ -42,6 +43,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+app.command(help=bench_fleet.HELP)(bench_fleet.fleet)
+app.command(help=bench_gpu.HELP)(bench_gpu.gpu)
+app.command(help=bench_link.HELP)(bench_link.link)
 
 LOOPBACK_HELP = """Update reference engines on this host, over the loopback.
 
@@ -106,71 +111,7 @@ def loopback(
     objection = jobs.objection()
     if objection:
         usage(objection)
-    _run(run_loopback(jobs, say), as_json=as_json)
-
-
-def _run(measured: Iterator[Row], *, as_json: bool) -> None:
-    """Measures and shows; fails if that fails, or if an engine held other values."""
-    quiet: AbstractContextManager[None] = result_on_stdout() if as_json else nullcontext()
-    with quiet:
-        try:
-            rows = list(measured)
-        except (RuntimeError, OSError) as error:  # an engine or a receiver ended, no space
-            say(f"the benchmark failed: {error}")
-            raise typer.Exit(Exit.FAILED) from error
-        _show(rows, as_json=as_json)
-    if any(row.correct is False for row in rows):
-        raise typer.Exit(Exit.FAILED)
-
-
-def _show(rows: list[Row], *, as_json: bool) -> None:
-    if as_json:
-        give([row.to_dict() for row in rows])
-        return
-    out = console()
-    out.print(_table(rows))
-    for row in rows:
-        for line in (*_findings(row), *(f"not kept: {failure}" for failure in row.failures)):
-            out.print(f"{row.job}: {line}")
-
-
-def _table(rows: Iterable[Row]) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("job")  # it alone is folded where a line is short
-    table.add_column("beside", no_wrap=True)
-    for column in ("seconds", "limit", "ratio", "aim"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    median = row.median
-    return (
-        row.job.partition(", against")[0],
-        row.limit,
-        f"{median.seconds:.3f}",
-        f"{median.limit_seconds:.3f}",
-        f"{median.ratio:.2f}x",
-        "" if row.aim is None else f"{row.aim:.2f}x",
-    )
-
-
-def _findings(row: Row) -> Iterable[str]:
-    """What the table has no column for, once a job."""
-    if row.extra_memory_bytes is not None:
-        yield f"at most {row.extra_memory_bytes / 1e6:,.0f} MB on the trainer above its model"
-    if (overlapped := row.identity.get("overlapped_seconds")) is not None:
-        whole = row.identity["gathering_seconds"]
-        yield f"{overlapped:.2f} of {whole:.2f} s of gathering passed while a bucket travelled"
-    if (copied := row.identity.get("copy_memory_bytes")) is not None:
-        yield f"{row.limit} took {copied / 1e6:,.0f} MB above it"
-    if row.correct and "against" not in row.job:
-        yield "every tensor of every engine equals the trainer's, bit for bit"
+    measure(run_loopback(jobs, say), as_json=as_json)
 
 
 class WeightsJob(StrEnum):
@@ -232,7 +173,7 @@ def weights(
     objection = jobs.objection()
     if objection:
         usage(objection)
-    _run(run_weights(jobs, say), as_json=as_json)
+    measure(run_weights(jobs, say), as_json=as_json)
 
 
 SOAK_HELP = """Update engines again and again, under traffic and with faults by chance.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from weight_update.cli.doctor_facts import AddressFacts, Facts
+from weight_update.cli.doctor_link import link_findings
 from weight_update.cli.doctor_weights import model_findings, weight_findings
 from weight_update.cli.findings import Finding
 from weight_update.engines.sglang_capabilities import (
@@ -19,6 +20,7 @@ from weight_update.engines.sglang_capabilities import (
 )
 from weight_update.engines.sglang_probe import KeyState, ServerFacts
 from weight_update.errors import ConfigurationError
+from weight_update.options import PauseMode
 
 _KEYS = "set WEIGHT_UPDATE_API_KEY, and WEIGHT_UPDATE_ADMIN_API_KEY if the server has an admin key"
 
@@ -87,6 +89,7 @@ def findings_of(server: ServerFacts, facts: Facts) -> list[Finding]:
     found += release_findings(server, facts.pause_mode)
     found += state_findings(server)
     found += way_back_findings(server, facts.address)
+    found += link_findings(server, facts.nccl)
     found += _fit_findings(server, facts)
     return found
 
@@ -185,15 +188,7 @@ def capabilities_of(server: ServerFacts) -> SGLangCapabilities | None:
         return None
 
 
-def layout_of(server: ServerFacts) -> SGLangLayout | None:
-    """How its ranks are laid out; None when they cannot join a group."""
-    try:
-        return read_layout(server.info, url=server.url)
-    except ConfigurationError:
-        return None
-
-
-def release_findings(server: ServerFacts, pause_mode: str) -> Iterator[Finding]:
+def release_findings(server: ServerFacts, pause_mode: PauseMode) -> Iterator[Finding]:
     """Release, layout and start arguments that no update can work with."""
     if server.busy:
         yield Finding(
@@ -204,27 +199,32 @@ def release_findings(server: ServerFacts, pause_mode: str) -> Iterator[Finding]:
         )
         return
     release = str(server.info.get("version", ""))
-    for read in (
-        lambda: read_capabilities(release, server.routes, url=server.url),
-        lambda: read_layout(server.info, url=server.url),
-    ):
-        try:
-            read()
-        except ConfigurationError as error:
-            yield Finding("problem", error.message, server.url, error.remedy)
-    layout = layout_of(server)
-    if layout is not None and layout.ranks is None:
+    try:
+        read_capabilities(release, server.routes, url=server.url)
+    except ConfigurationError as error:
+        yield Finding("problem", error.message, server.url, error.remedy)
+    yield from layout_findings(server, pause_mode)
+    yield from argument_findings(server)
+
+
+def layout_findings(server: ServerFacts, pause_mode: PauseMode) -> Iterator[Finding]:
+    """How its ranks can be reached, and paused."""
+    layout = read_layout(server.info)
+    if layout.offline is not None:
+        yield Finding(
+            "warning",
+            f"it {layout.offline}: an update goes by disk",
+            server.url,
+            "set WEIGHT_UPDATE_DIRECTORY to a folder that it sees under the same path, if it is "
+            "on another host",
+        )
+    elif layout.ranks is None:
         yield Finding(
             "unknown", "how many ranks it has: /server_info does not say tp_size", server.url
         )
-    if layout is not None and layout.disaggregated and pause_mode != "abort":
-        yield Finding(
-            "problem",
-            f"pause_mode={pause_mode!r} is not safe on a disaggregated server",
-            server.url,
-            "use --pause-mode abort",
-        )
-    yield from argument_findings(server)
+    objection = layout.objection(pause_mode)
+    if objection is not None:
+        yield Finding("problem", objection, server.url, "use --pause-mode abort")
 
 
 def argument_findings(server: ServerFacts) -> Iterator[Finding]:
@@ -328,7 +328,7 @@ def _address(host: str, attribute: str) -> bool:
 
 def describe(server: ServerFacts, facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """A server as one JSON object; None stands for what is not known."""
-    layout, capabilities = layout_of(server), capabilities_of(server)
+    layout, capabilities = read_layout(server.info), capabilities_of(server)
     asked = not server.unreachable and server.status == 200 and server.service == "sglang"
     return {
         "url": server.url,
@@ -342,7 +342,7 @@ def describe(server: ServerFacts, facts: Facts, findings: Sequence[Finding]) -> 
         "tp": server.info.get("tp_size"),
         "pp": server.info.get("pp_size"),
         "dp": server.info.get("dp_size"),
-        "ranks": layout.ranks if layout else None,
+        "ranks": 0 if layout.offline else layout.ranks,
         "sessions": capabilities.sessions if asked and capabilities else None,
         "pause_modes": _pause_modes(layout, capabilities) if asked else [],
         "keys": {"ordinary": server.ordinary_key, "control": server.control_key} if asked else None,
@@ -354,7 +354,6 @@ def describe(server: ServerFacts, facts: Facts, findings: Sequence[Finding]) -> 
     }
 
 
-def _pause_modes(layout: SGLangLayout | None, capabilities: SGLangCapabilities | None) -> list[str]:
-    if layout is None or capabilities is None:
-        return []
-    return ["abort"] if layout.disaggregated else ["abort", "retract", "in_place"]
+def _pause_modes(layout: SGLangLayout, capabilities: SGLangCapabilities | None) -> list[str]:
+    modes = get_args(PauseMode) if capabilities is not None else ()
+    return [mode for mode in modes if layout.objection(mode) is None]

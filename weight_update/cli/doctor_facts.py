@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -12,8 +13,9 @@ from urllib.parse import urlsplit
 
 from weight_update.engines.sglang_probe import ServerFacts, probe
 from weight_update.errors import ConfigurationError, WeightUpdateError
-from weight_update.options import UpdateOptions
+from weight_update.options import PauseMode, UpdateOptions
 from weight_update.transports.address import check_address, choose_address, listen
+from weight_update.update.ways import nccl_settings
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.checkpoint import Checkpoint, read_config
 from weight_update.weights.saved_state_dict import SavedStateDict, open_weights
@@ -96,14 +98,16 @@ class Facts:
         served: By URL, the folder that the server says it loaded, where this host sees it too.
         pause_mode: How an update would pause.
         has_keys: Whether we send keys.
+        nccl: What this process tells NCCL.
     """
 
     servers: tuple[ServerFacts, ...]
     address: AddressFacts = AddressFacts()
     model: ModelFacts | None = None
     served: Mapping[str, ModelFacts] = field(default_factory=dict)
-    pause_mode: str = "retract"
+    pause_mode: PauseMode = "retract"
     has_keys: bool = False
+    nccl: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_facts(
@@ -128,6 +132,7 @@ def check_facts(
         served=served_models(servers) if model else {},
         pause_mode=options.effective_pause_mode(),
         has_keys=bool(options.http.api_key or options.http.admin_api_key),
+        nccl=nccl_settings(os.environ),
     )
 
 

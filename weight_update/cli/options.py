@@ -26,6 +26,15 @@ class CastTo(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Transport(StrEnum):
+    """How the bytes get to the servers."""
+
+    AUTO = "auto"
+    BROADCAST = "broadcast"
+    IPC = "ipc"
+    DISK = "disk"
+
+
 class Verify(StrEnum):
     """How servers prove that they hold what was sent."""
 

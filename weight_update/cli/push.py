@@ -37,8 +37,9 @@ _BEFORE_ANY_SERVER = ("configure", "plan", "connect")
 HELP = """\
 Hot-swap a checkpoint into live servers, which go on serving.
 
-All servers are paused, get the weights in one broadcast, and continue; requests in flight
-are kept. The checkpoint is read shard by shard: memory holds one shard and two buckets.
+All servers are paused, get the weights at once, and continue; requests in flight are kept.
+The report says which way the bytes took, and why. The checkpoint is read shard by shard:
+memory holds one shard and two buckets.
 It is a folder of safetensors, or a file of torch.save(model.state_dict(), ...), which is
 mapped and read with weights_only=True: nothing in it is run.
 
@@ -47,6 +48,7 @@ Example:
   weight-update push --server http://127.0.0.1:30000 ./checkpoint
   weight-update push --server http://a:30000 --server http://b:30000 ./checkpoint --dry-run
   weight-update push --server http://a:30000 ./model.pt --dtype engine --name-map '^policy[.]='
+  weight-update push --server http://a:30000 ./checkpoint --transport disk --directory /shared
 
 With --json, standard output is the report and nothing else; after a failure it has "error"
 too. Progress goes to standard error.
@@ -66,6 +68,7 @@ Environment:
   WEIGHT_UPDATE_ADMIN_API_KEY    key of their control routes, where it differs
   WEIGHT_UPDATE_MASTER_ADDRESS   stands in for --master-address
   WEIGHT_UPDATE_BUCKET_BYTES     stands in for --bucket-bytes
+  WEIGHT_UPDATE_DIRECTORY        stands in for --directory
 Keys have no option: arguments are visible to everyone on the host (ps).
 """
 
@@ -121,6 +124,25 @@ BucketBytes = Annotated[
         min=1,
         help="Weights of one request; two buckets are held in memory. By default 64 MiB, on CUDA "
         "2 GiB.",
+    ),
+]
+Transport = Annotated[
+    options.Transport | None,
+    typer.Option(
+        "--transport",
+        help="How the bytes travel: in a process group (broadcast); through memory that servers on "
+        "the same GPU, or the same host's CPU, open (ipc); as files that they read (disk). By "
+        "default auto: broadcast, where the servers can take one; the report says why.",
+    ),
+]
+Directory = Annotated[
+    Path | None,
+    typer.Option(
+        "--directory",
+        metavar="DIR",
+        file_okay=False,
+        help="Where --transport disk writes; the servers must see it under the same path. By "
+        "default this host's memory, if all servers run here.",
     ),
 ]
 Device = Annotated[
@@ -181,6 +203,8 @@ def push(
     timeout: options.Timeout = 300.0,
     bucket_bytes: BucketBytes = None,
     device: Device = "cpu",
+    transport: Transport = None,
+    directory: Directory = None,
     check: Check = True,
     verify: Verify = None,
     quorum: Quorum = None,
@@ -197,6 +221,8 @@ def push(
             device=device,
             pause_mode=None if pause_mode is None else pause_mode.value,
             bucket_bytes=bucket_bytes,
+            transport="auto" if transport is None else transport.value,
+            directory=directory,
             dtype=dtype,
             name_map=_table(name_map),
             trim_vocabulary=trim_vocabulary,

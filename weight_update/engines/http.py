@@ -23,6 +23,10 @@ _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 3.0
 _QUOTED_CHARACTERS = 500
 
+_JSON = {"Content-Type": "application/json"}
+
+Body = dict[str, Any] | bytes
+
 
 class EngineHttp:
     """Calls routes of one engine.
@@ -56,7 +60,7 @@ class EngineHttp:
         *,
         phase: Phase,
         deadline: Deadline,
-        body: dict[str, Any] | None = None,
+        body: Body | None = None,
         control: bool = True,
         late: float = 0.0,
     ) -> requests.Response:
@@ -67,7 +71,7 @@ class EngineHttp:
             route: Path, starting with a slash.
             phase: The step of the update, for errors.
             deadline: Bound of the whole call.
-            body: JSON body, if any.
+            body: JSON body, if any; encoded or not.
             control: Whether the route needs the admin key.
             late: Seconds past the deadline in which an answer is still taken.
 
@@ -82,8 +86,9 @@ class EngineHttp:
             response = self._session.request(
                 method,
                 f"{self.url}{route}",
-                json=body,
-                headers=self._headers(control),
+                json=None if isinstance(body, bytes) else body,
+                data=body if isinstance(body, bytes) else None,
+                headers=self._headers(control) | (_JSON if isinstance(body, bytes) else {}),
                 timeout=_limits(deadline, late),
                 allow_redirects=False,
             )

@@ -3,14 +3,63 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _SCALE = "_scale_inv"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Where trainers write what servers read.
+_PUSHED = re.compile(r"/weight-update-[^/]+/version-[0-9a-f]{32}/?$")
+_WEIGHTS = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+)
 _CONFIG_BYTES = 16 << 20
 _INDEX_BYTES = 256 << 20
+
+
+def folder_of(info: Mapping[str, Any], model: Mapping[str, Any]) -> Any:
+    """The path of the model that a server shows, as far as it leads to a checkpoint.
+
+    An update from disk moves the path, and only ``/model_info`` tells. What it moved to is gone
+    once the trainer has ended: then the tokenizer's folder, which is the one that the server
+    started from unless it was told another one, tells of a model of the same architecture.
+
+    Args:
+        info: Its ``/server_info``.
+        model: Its ``/model_info``.
+
+    Example:
+        >>> folder_of({"model_path": "/models/a"}, {"model_path": "/models/b"})
+        '/models/b'
+    """
+    shown, start = model.get("model_path") or info.get("model_path"), model.get("tokenizer_path")
+    if not isinstance(shown, str) or not _PUSHED.search(shown) or read_config(shown):
+        return shown
+    served = model.get("architectures")
+    return start if served and read_config(start).get("architectures") == served else shown
+
+
+def link_rest(model_path: Any, folder: Path) -> None:
+    """Has everything but the weights of a model's folder appear in another one, where readable.
+
+    The engines of a fleet do so at the same time, and links that are there already are left.
+    """
+    home = _folder(model_path)
+    try:
+        files = [] if home is None else [file for file in home.iterdir() if _is_beside(file)]
+    except OSError:
+        return
+    for file in files:
+        with suppress(OSError):
+            (folder / file.name).symlink_to(file.resolve())
+
+
+def _is_beside(file: Path) -> bool:
+    weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+    return not weights and not file.name.startswith(".") and file.is_file()
 
 
 def read_config(model_path: Any) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from weight_update.engines.model_folder import read_config, read_scaled, read_shapes
+from weight_update.engines.model_folder import folder_of, read_config, read_scaled, read_shapes
 from weight_update.engines.sglang_capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
@@ -17,6 +18,7 @@ from weight_update.engines.sglang_capabilities import (
     running_requests,
 )
 from weight_update.engines.sglang_client import SGLangClient, flushed
+from weight_update.engines.sglang_disk import SGLangDiskSession
 from weight_update.engines.sglang_facts import (
     SGLangModel,
     digests_of,
@@ -37,8 +39,10 @@ from weight_update.engines.sglang_session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way
-from weight_update.waiting import Deadline
+from weight_update.waiting import Deadline, spawn
 
+# What stands for a group where bytes take another way is called so.
+_NO_GROUP = "none"
 _POLL_SECONDS = 0.02
 _FROZEN_POLLS = 10
 _FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -65,6 +69,7 @@ class SGLangEngine:
         self._layout = SGLangLayout(ranks=None, disaggregated=False)
         self._model = SGLangModel()
         self._intake = Intake()
+        self._folder: Any = None
         self._runtime: RuntimeNames | None = None
         self._stands_still = False
 
@@ -72,20 +77,21 @@ class SGLangEngine:
         """Learns release, routes and layout; the only place where capabilities are decided.
 
         Raises:
-            ConfigurationError: The release or the layout cannot take online updates.
+            ConfigurationError: The release cannot take online updates.
             EngineRejected: The server wants another key.
         """
+        asked, probed = spawn(self._client.model_info, deadline, "connect"), self._probe(deadline)
         info = self._client.server_info(deadline)
-        model = self._client.model_info(deadline, "connect")
+        model = asked.result()
         self._refuse_strangers(info, model)
-        routes = {route: self._client.has(route, deadline) for route in PROBED_ROUTES}
+        routes = {route: there for half in probed for route, there in half.result().items()}
         release = info.get("version")
-        self._layout = read_layout(info, url=self.url)
+        self._layout = read_layout(info)
         self._capabilities = read_capabilities(
             release if isinstance(release, str) else "", routes, url=self.url
         )
         self._model, self._runtime = model_of(info, model), None
-        self._intake = self._intake_of(info, model)
+        self._intake = replace(self._intake_of(info, model), offline=self._layout.offline)
 
     @property
     def capabilities(self) -> SGLangCapabilities:
@@ -117,16 +123,22 @@ class SGLangEngine:
         """
         return self._client.workers(deadline)
 
-    def observe(self, deadline: Deadline) -> Sighting:
-        """Label, readiness and instance as the server shows them now.
+    def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
+        """Label, readiness and instance as the server shows them now; all asked for at once.
+
+        Args:
+            deadline: Bound of the calls.
+            readiness: Whether to ask for it.
 
         Raises:
             UpdateTimeout: The scheduler does not answer; it may be stuck in a group.
         """
+        tells = self._capabilities is None or self._capabilities.tells_readiness
+        info = spawn(self._client.server_info, deadline, "plan")
+        ready = spawn(self._client.ready, deadline) if tells and readiness else None
         label = self.label(deadline)
-        mute = self._capabilities is not None and not self._capabilities.tells_readiness
-        ready = None if mute else self._client.ready(deadline)
-        return Sighting(label, ready, instance_of(self._client.server_info(deadline, "plan")))
+        told = None if ready is None else ready.result()
+        return Sighting(label, told, instance_of(info.result()))
 
     def label(self, deadline: Deadline) -> str | None:
         """The version label that the server shows now; None when it shows none."""
@@ -162,13 +174,11 @@ class SGLangEngine:
         """The start of a weight's first row, or None when the server cannot be trusted with it."""
         if not self._model.plain or self._intake.quantization is not None:
             return None
-        return first_row_of(self._client.first_row(name, deadline))
+        return first_row_of(self._client.first_row(name, deadline), self._layout.replicas)
 
     def objection(self, mode: PauseMode) -> str | None:
         """Why this server cannot be updated under a pause mode; None when it can."""
-        if self._layout.disaggregated and mode != "abort":
-            return f"pause_mode={mode!r} is not safe on a disaggregated server; use 'abort'"
-        return None
+        return self._layout.objection(mode)
 
     def join(
         self,
@@ -182,6 +192,8 @@ class SGLangEngine:
         deadline: Deadline,
     ) -> None:
         """Has the server's ranks join a group; returns when they have."""
+        if group_name == _NO_GROUP:
+            return
         bracketed = ":" in address and self.capabilities.brackets_ipv6
         body = {
             "master_address": f"[{address}]" if bracketed else address,
@@ -199,6 +211,8 @@ class SGLangEngine:
 
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Has the server drop a group; one that it does not know is no error."""
+        if group_name == _NO_GROUP:
+            return
         self._client.destroy_group(group_name, deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:
@@ -284,15 +298,28 @@ class SGLangEngine:
         """Writes the version label, without aborting requests."""
         self._client.stamp(label, deadline)
 
-    def session(self, way: Way) -> SGLangSession:
+    def session(self, way: Way) -> SGLangSession | SGLangDiskSession:
         """A session for one update, whose bytes come by a way."""
+        if way == "disk":
+            return SGLangDiskSession(self._client, self._folder)
         return SGLangSession(
-            self._client, needed=self.capabilities.sessions, drafts=self._intake.drafts
+            self._client,
+            needed=self.capabilities.sessions,
+            drafts=self._intake.drafts,
+            ranks=self._layout.ranks or 1,
         )
 
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
+
+    def _probe(self, deadline: Deadline) -> list[Future[dict[str, bool | None]]]:
+        """Starts to look for routes, in two halves side by side: more would need connections."""
+
+        def look(routes: Sequence[str]) -> dict[str, bool | None]:
+            return {route: self._client.has(route, deadline) for route in routes}
+
+        return [spawn(look, PROBED_ROUTES[start::2]) for start in (0, 1)]
 
     def _refuse_strangers(self, info: dict[str, Any], model: dict[str, Any]) -> None:
         if not info and not model:
@@ -314,8 +341,7 @@ class SGLangEngine:
         )
 
     def _intake_of(self, info: dict[str, Any], model: dict[str, Any]) -> Intake:
-        # An update from disk moves the model's path, and only this answer tells.
-        folder = model.get("model_path") or info.get("model_path")
+        folder = self._folder = folder_of(info, model)
         again = self.capabilities.sessions
         config = read_config(folder)
         intake = intake_of(info, model, config, requantises=again)

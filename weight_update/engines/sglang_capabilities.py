@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weight_update.errors import ConfigurationError
+from weight_update.options import PauseMode
 
 PROBED_ROUTES = (
     "/pause_generation",
@@ -53,12 +54,29 @@ class SGLangLayout:
     """How a server spreads its model.
 
     Attributes:
-        ranks: Ranks that join the weight-update group, or None when the server does not say.
+        ranks: Ranks of the model: those that join the weight-update group, if it can take part
+            in one. None when the server does not say.
         disaggregated: Prefill and decode run in different servers.
+        offline: Why none of them can join a group, in words; None when they can.
+        stages: Parts of the model that run one after the other; only the first answers.
+        replicas: Copies of the model; all of them answer.
     """
 
     ranks: int | None
     disaggregated: bool
+    offline: str | None = None
+    stages: int = 1
+    replicas: int = 1
+
+    def objection(self, mode: PauseMode) -> str | None:
+        """Why such a server cannot be updated under a pause mode; None when it can."""
+        if mode == "abort":
+            return None
+        if self.disaggregated:
+            return f"pause_mode={mode!r} is not safe on a disaggregated server; use 'abort'"
+        if self.stages > 1:  # seen on 0.5.23: requests in flight run on, and no flush succeeds
+            return f"pause_mode={mode!r} does not stop pipeline stages; use 'abort'"
+        return None
 
 
 def release_number(release: str) -> tuple[int, ...] | None:
@@ -107,39 +125,45 @@ def read_capabilities(
     )
 
 
-def read_layout(info: Mapping[str, Any], *, url: str) -> SGLangLayout:
+def read_layout(info: Mapping[str, Any]) -> SGLangLayout:
     """The layout in a ``/server_info`` answer.
 
-    Raises:
-        ConfigurationError: The layout cannot take online updates: pipeline stages share
-            their ranks, and data-parallel replicas never join.
-
     Example:
-        >>> read_layout({"tp_size": 2, "pp_size": 1, "dp_size": 1}, url="http://a:1").ranks
+        >>> read_layout({"tp_size": 2, "pp_size": 1, "dp_size": 1}).ranks
         2
+        >>> read_layout({"tp_size": 2, "dp_size": 3}).offline
+        'runs 3 data-parallel replicas, which cannot join a group'
     """
-    pipeline, replicas = _size(info, "pp_size") or 1, _size(info, "dp_size") or 1
-    if pipeline > 1:
-        raise ConfigurationError(
-            f"the server runs {pipeline} pipeline stages, which share their ranks in the group",
-            engine=url,
-            phase="connect",
-            remedy="start it with tensor parallelism only",
-        )
-    if replicas > 1 and not info.get("enable_dp_attention"):
-        raise ConfigurationError(
-            f"the server runs {replicas} data-parallel replicas, which cannot join the group",
-            engine=url,
-            phase="connect",
-            remedy="start one server a replica and name the URL of each",
-        )
-    mode = info.get("disaggregation_mode")
-    return SGLangLayout(_size(info, "tp_size"), disaggregated=mode in ("prefill", "decode"))
+    stages, replicas = stages_of(info), replicas_of(info)
+    offline = None
+    if replicas > 1:
+        offline = f"runs {replicas} data-parallel replicas, which cannot join a group"
+    if stages > 1:
+        offline = f"runs {stages} pipeline stages, which share their ranks in a group"
+    size, mode = _size(info, "tp_size"), info.get("disaggregation_mode")
+    return SGLangLayout(
+        size and size * stages * replicas,
+        disaggregated=mode in ("prefill", "decode"),
+        offline=offline,
+        stages=stages,
+        replicas=replicas,
+    )
+
+
+def stages_of(info: Mapping[str, Any]) -> int:
+    """How many pipeline stages a server runs."""
+    return _size(info, "pp_size") or 1
+
+
+def replicas_of(info: Mapping[str, Any]) -> int:
+    """How many copies of the model a server runs; with DP attention there is one."""
+    return 1 if info.get("enable_dp_attention") else _size(info, "dp_size") or 1
 
 
 def _size(info: Mapping[str, Any], key: str) -> int | None:
     value = info.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    counts = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31
+    return value if counts else None
 
 
 def _refuse_old(

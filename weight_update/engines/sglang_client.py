@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import requests
 
-from weight_update.engines.http import EngineHttp, json_of, text_of
+from weight_update.engines.http import Body, EngineHttp, json_of, text_of
 from weight_update.engines.sglang_router import WORKER_ROUTES, is_list_of_workers, read_workers
-from weight_update.errors import Applied, EngineRejected, Phase
+from weight_update.errors import Applied, EngineRejected, EngineUnreachable, Phase
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -18,6 +19,17 @@ from weight_update.weights.buckets import Bucket
 _LATE_SECONDS = 1.0
 # What a proxy or gateway answers in the server's place.
 _NOT_THE_SERVERS_OWN = (502, 503, 504)
+# How a server says that it could not even begin to load a checkpoint.
+_NOT_BEGUN = (
+    "Failed to get weights iterator",
+    "Failed to get model loader",
+    "Online weight updates are not supported",
+)
+_WHY_IT_ENDED = (
+    "the server ended, as SGLang does with memory that it cannot open or load: it runs in another "
+    "container or on another host, its CUDA_VISIBLE_DEVICES hides the trainer's GPU, or a weight "
+    "is not what its model takes; see its log, or use transport='broadcast'"
+)
 # How a server says that it has no such route, method, action or weight.
 _CANNOT = (400, 404, 405, 422)
 
@@ -123,17 +135,52 @@ class SGLangClient:
         """Closes the session; the server post-processes the weights."""
         self._post("/end_weight_update", "end", deadline, {}, flag=True)
 
-    def update(self, body: dict[str, Any], deadline: Deadline) -> None:
+    def update(self, body: bytes, deadline: Deadline) -> None:
         """Announces a bucket; answers when it was received and loaded.
 
         Raises:
             EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
         """
-        route = "/update_weights_from_distributed"
+        self._update("/update_weights_from_distributed", body, deadline)
+
+    def open_tensors(self, body: dict[str, Any], deadline: Deadline) -> None:
+        """Has every rank open shared memory; answers when it was copied and closed again.
+
+        Raises:
+            EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
+            EngineUnreachable: The server ended, as it does whatever is wrong with the memory.
+        """
+        try:
+            self._update("/update_weights_from_tensor", body, deadline)
+        except EngineUnreachable as error:
+            error.remedy = _WHY_IT_ENDED
+            raise
+
+    def _update(self, route: str, body: Body, deadline: Deadline) -> None:
         try:
             self._post(route, "transfer", deadline, body, flag=True, late=_LATE_SECONDS)
         except EngineRejected as error:
             error.applied = _applied(error)
+            raise
+
+    def load(self, folder: str, deadline: Deadline, *, flush: bool) -> None:
+        """Has the server load a checkpoint from a folder; answers when all replicas have.
+
+        Raises:
+            EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
+        """
+        # Left to its default, a server that started without weights would make some up.
+        body = {
+            "model_path": folder,
+            "load_format": "auto",
+            "flush_cache": flush,
+            "abort_all_requests": False,
+        }
+        route = "/update_weights_from_disk"
+        try:
+            self._post(route, "transfer", deadline, body, flag=True, late=_LATE_SECONDS)
+        except EngineRejected as error:
+            error.applied = loaded(error.response)
             raise
 
     def flush(self, deadline: Deadline) -> requests.Response:
@@ -182,7 +229,7 @@ class SGLangClient:
         route: str,
         phase: Phase,
         deadline: Deadline,
-        body: dict[str, Any],
+        body: Body,
         *,
         late: float = 0.0,
     ) -> requests.Response:
@@ -193,7 +240,7 @@ class SGLangClient:
         route: str,
         phase: Phase,
         deadline: Deadline,
-        body: dict[str, Any],
+        body: Body,
         *,
         flag: bool = False,
         late: float = 0.0,
@@ -219,31 +266,53 @@ def _says_yes(response: requests.Response, *, flag: bool) -> bool:
 
 def update_request(
     bucket: Bucket, *, group_name: str, flush: bool, selector: str | None = None
-) -> dict[str, Any]:
-    """The body of an update request.
+) -> bytes:
+    """The body of an update request, encoded.
 
     Requests in flight are never aborted, and no version is written: the label moves once,
     after every engine has everything.
 
     Example:
-        >>> update_request(Bucket(()), group_name="g", flush=False)["load_format"]
+        >>> json.loads(update_request(Bucket(()), group_name="g", flush=False))["load_format"]
         'flattened_bucket'
     """
-    body: dict[str, Any] = {
-        "names": [spec.name for spec in bucket.specs],
-        "dtypes": [spec.dtype_name for spec in bucket.specs],
-        "shapes": [list(spec.shape) for spec in bucket.specs],
+    rest: dict[str, Any] = {
         "group_name": group_name,
         "flush_cache": flush,
         "abort_all_requests": False,
         **({} if selector is None else {"selector": selector}),
+        **({"load_format": "flattened_bucket"} if bucket.flat else {}),
     }
-    return {**body, "load_format": "flattened_bucket"} if bucket.flat else body
+    return f"{bucket.announcement[:-1]}, {json.dumps(rest)[1:]}".encode()
 
 
 def _is_anothers(response: requests.Response) -> bool:
     page = text_of(response).lstrip().startswith("<")
     return page or response.status_code in _NOT_THE_SERVERS_OWN
+
+
+def loaded(response: requests.Response | None) -> Applied:
+    """How much of a checkpoint was loaded by a request that was refused.
+
+    Replicas answer in one text. One that failed half-way went back to what it read from the same
+    folder, which is not what it served before.
+    """
+    if response is None or _is_anothers(response):
+        return "unknown"
+    answer = json_of(response)
+    told = isinstance(answer, dict) and answer.get("success") is False
+    if not told:
+        return "nothing" if 400 <= response.status_code < 500 else "unknown"
+    kinds = {_kind_of(text) for text in str(answer.get("message", "")).split(" | ")}
+    return kinds.pop() if len(kinds) == 1 else "partly"
+
+
+def _kind_of(text: str) -> Applied:
+    if text.startswith(_NOT_BEGUN):
+        return "nothing"
+    if text.startswith(("Succeeded to update", "Weights were updated")):
+        return "all"
+    return "partly" if "Rolling back" in text else "unknown"
 
 
 def _applied(error: EngineRejected) -> Applied:

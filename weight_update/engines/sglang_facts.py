@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from weight_update.engines.sglang_capabilities import replicas_of, stages_of
 from weight_update.engines.sglang_names import are_names_known
 from weight_update.facts import Digests, Intake, Part
 
@@ -23,6 +25,8 @@ _DTYPES = {
 }
 # The part of a configuration that is about the text model, in one that has several.
 _TEXT = ("text_config", "llm_config", "language_config")
+# More is no size of memory.
+_MOST_GIB = 1 << 20
 _NOT_QUANTISED = ("", "none", "unquant")
 _NO_DRAFT_MODEL = ("", "none", "ngram")
 
@@ -53,6 +57,8 @@ def model_of(info: Mapping[str, Any], model: Mapping[str, Any]) -> SGLangModel:
         'version=0.5.23, tp_size=1, dtype=bfloat16, device=cuda, architectures=LlamaForCausalLM'
     """
     found = _texts(model.get("architectures"))
+    if stages_of(info) > 1:  # the first of them answers, and shows its own weights only
+        return SGLangModel(found)
     return SGLangModel(
         found,
         _layout_of(info, found),
@@ -66,6 +72,8 @@ def _layout_of(info: Mapping[str, Any], architectures: tuple[str, ...]) -> str |
     if not architectures or any(value in (None, "") for value in fields.values()):
         return None
     fields |= {name: info[name] for name in _LAYOUT_OPTIONS if info.get(name)}
+    if (replicas := replicas_of(info)) > 1:  # each of them shows its digests
+        fields["replicas"] = replicas
     if fields["dtype"] == "auto":  # then the folder of the model decides it
         fields["model_path"] = info.get("model_path")
     fields["architectures"] = "+".join(architectures)
@@ -105,7 +113,33 @@ def intake_of(
         requantises=requantises,
         drafts=_word(info.get("speculative_algorithm")) not in _NO_DRAFT_MODEL,
         partial_modules=not quantisation,
+        free_bytes=_free_bytes(info),
+        nccl=nccl_of(info),
     )
+
+
+def nccl_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """What a server sets of NCCL where its environment has nothing: by its arguments, on GPUs.
+
+    Example:
+        >>> nccl_of({"device": "cuda", "enable_nccl_nvls": True})
+        {'NCCL_CUMEM_ENABLE': '0', 'NCCL_NVLS_ENABLE': '1'}
+    """
+    if _word(info.get("device")) != "cuda":
+        return {}
+    symmetric = info.get("enable_symm_mem") is True
+    nvls = symmetric or info.get("enable_nccl_nvls") is True
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(nvls))}
+
+
+def _free_bytes(info: Mapping[str, Any]) -> int | None:
+    """What the fullest rank had free when it had started, as 0.5.23 says (in GiB)."""
+    told = info.get("internal_states")
+    states = told if isinstance(told, list) else []
+    usages = [state.get("memory_usage") for state in states if isinstance(state, dict)]
+    free: list[Any] = [u.get("startup_available") for u in usages if isinstance(u, dict)]
+    known = [gib for gib in free if _is_number(gib) and 0 <= gib < _MOST_GIB]
+    return int(min(known) * (1 << 30)) if known and len(known) == len(states) else None
 
 
 def _overrides_of(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +249,7 @@ def digests_of(body: Any) -> Digests | None:
     rows = body.get("ranks") if isinstance(body, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         return None
+    rows = sorted(rows, key=_place_of)  # replicas answer in any order
     ranks = [row.get("checksums") for row in rows]
     if not all(isinstance(rank, dict) and _are_texts(rank.values()) for rank in ranks):
         return None
@@ -223,6 +258,15 @@ def digests_of(body: Any) -> Digests | None:
     if len(described) < len(rows) or len(dtypes) > 1:
         return Digests(tuple(ranks))
     return Digests(tuple(ranks), tuple(described), dtypes.pop())
+
+
+def _place_of(row: Mapping[str, Any]) -> tuple[int, ...]:
+    told = row.get("parallelism_info")
+    place = told[0] if isinstance(told, list) and told else None
+    if not isinstance(place, dict):
+        return ()
+    found = (place.get(key) for key in ("dp_rank", "pp_rank", "tp_rank"))
+    return tuple(rank if _is_count(rank) else 0 for rank in found)
 
 
 def _are_texts(values: Any) -> bool:
@@ -260,17 +304,30 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def first_row_of(body: Any) -> tuple[float, ...] | None:
+def first_row_of(body: Any, replicas: int = 1) -> tuple[float, ...] | None:
     """The start of a weight in a ``/get_weights_by_name`` answer; None when it has none.
+
+    Several replicas answer in a list. Where they differ, none of the values is a number: no
+    weight is equal to that.
 
     Example:
         >>> first_row_of([[0.5, 1.0], [2.0, 3.0]])
         (0.5, 1.0)
         >>> first_row_of([0.5])
         (0.5,)
+        >>> first_row_of([[[0.5, 1.0]], [[0.5, 2.0]]], replicas=2)
+        (nan, nan)
         >>> first_row_of({"error": {"message": "Get parameter by name failed"}}) is None
         True
     """
+    several = replicas > 1 and isinstance(body, list) and len(body) == replicas
+    rows = [_row_of(answer) for answer in (body if several else [body])]
+    if replicas > len(rows) or rows[0] is None:
+        return None
+    return rows[0] if rows.count(rows[0]) == len(rows) else (math.nan,) * len(rows[0])
+
+
+def _row_of(body: Any) -> tuple[float, ...] | None:
     # Several leaders of data-parallel attention answer in a list around their rows.
     while isinstance(body, list) and body and isinstance(body[0], list):
         body = body[0]

@@ -28,7 +28,7 @@ Service = Literal["sglang", "router", "vllm", "other"]
 _KEPT = (
     *("version", "tp_size", "pp_size", "dp_size", "enable_dp_attention", "disaggregation_mode"),
     *("device", "dtype", "quantization", "host", "port", "weight_cache_mode"),
-    *("enable_lora", "speculative_algorithm"),
+    *("enable_lora", "speculative_algorithm", "enable_symm_mem", "enable_nccl_nvls"),
 )
 _KEPT_OF_MODEL = ("model_path", "weight_version", "model_type", "architectures")
 # A route of the control kind that can be asked by GET; without a body it is refused after the

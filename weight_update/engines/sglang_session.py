@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from weight_update.engines.sglang_client import SGLangClient, update_request
+from weight_update.engines.sglang_payload import tensor_request
 from weight_update.errors import EngineRejected
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -18,11 +21,16 @@ class SGLangSession:
         drafts: Whether the server runs a draft model. It may have layers of the same names,
             and left to its default, a release with sessions loads the weights of the model
             that is served into both. Older releases load them into that one only.
+        ranks: The server's tensor parallel ranks, each of which opens shared memory by itself.
     """
 
-    def __init__(self, client: SGLangClient, *, needed: bool, drafts: bool = False) -> None:
+    def __init__(
+        self, client: SGLangClient, *, needed: bool, drafts: bool = False, ranks: int = 1
+    ) -> None:
         self._client = client
         self._needed = needed
+        self._drafts = drafts
+        self._ranks = ranks
         self._selector = "target" if needed and drafts else None
 
     def open(self, deadline: Deadline) -> bool:
@@ -49,8 +57,8 @@ class SGLangSession:
         """Announces a bucket and returns when the server has loaded it.
 
         Args:
-            bucket: What is broadcast meanwhile.
-            cargo: What was packed for it.
+            bucket: What it brings.
+            cargo: What was packed for it: shared memory to open, or what is broadcast meanwhile.
             group_name: The group it is broadcast in.
             flush: Whether the server flushes its cache after loading.
             deadline: Bound of the call.
@@ -58,8 +66,19 @@ class SGLangSession:
         Raises:
             EngineRejected: Refused; its ``applied`` says how much was loaded all the same.
         """
+        if cargo.shared:
+            self._client.open_tensors(self._opening(bucket, cargo, flush=flush), deadline)
+            return
         body = update_request(bucket, group_name=group_name, flush=flush, selector=self._selector)
         self._client.update(body, deadline)
+
+    def _opening(self, bucket: Bucket, cargo: Cargo, *, flush: bool) -> dict[str, Any]:
+        body = tensor_request(bucket, cargo.shared, ranks=self._ranks, flush=flush)
+        if self._selector is not None:
+            body["selector"] = self._selector
+        elif self._drafts:  # releases before sessions load these into both models
+            body["disable_draft_model"] = True
+        return body
 
     def close(self, deadline: Deadline) -> None:
         """Ends the update."""

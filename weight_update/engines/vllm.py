@@ -78,9 +78,9 @@ class VLLMAdapterEngine:
         """None: this is no router."""
         return ()
 
-    def observe(self, deadline: Deadline) -> Sighting:
+    def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
         """Label and readiness as the server shows them now."""
-        paused = self._client.paused(deadline)
+        paused = self._client.paused(deadline) if readiness else None
         return Sighting(self.label(deadline), None if paused is None else not paused)
 
     def label(self, deadline: Deadline) -> str | None:

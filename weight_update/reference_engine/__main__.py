@@ -233,8 +233,8 @@ def _info(arguments: argparse.Namespace, port: int, config: Any) -> Any:
     release = arguments.release
     eos = getattr(config, "eos_token_id", None)
     stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    shown = ("host", "dtype", "device", "api_key", "admin_api_key", "max_running_requests")
-    shown += ("load_format",)
+    shown = ["host", "dtype", "device", "load_format", "max_running_requests"]
+    shown += ["api_key", "admin_api_key"]
     options = {name: getattr(arguments, name) for name in shown}
     context = 0 if arguments.shapes else config.max_position_embeddings
     options |= {

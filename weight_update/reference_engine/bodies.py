@@ -59,6 +59,30 @@ class UpdateWeightsFromDistributed:
 
 
 @dataclass(frozen=True)
+class UpdateWeightsFromTensor:
+    """``POST /update_weights_from_tensor``: for each rank, what it opens."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    selector: Literal["target", "draft", "all"] = "all"
+    torch_empty_cache: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateWeightFromDisk:
+    """``POST /update_weights_from_disk``."""
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+@dataclass(frozen=True)
 class UpdateWeightVersion:
     """``POST /update_weight_version``; aborts all requests unless told otherwise."""
 

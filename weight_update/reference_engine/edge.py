@@ -53,15 +53,15 @@ class RequestLog:
 
     def __init__(self, path: Path | None = None) -> None:
         self.records: list[dict[str, Any]] = []
-        self._path = path
+        self._file = None if path is None else path.open("a", buffering=1)
 
-    def start(self, method: str, path: str, body: bytes) -> dict[str, Any]:
-        """Note that a request came in."""
+    def start(self, method: str, path: str, summary: Any) -> dict[str, Any]:
+        """Note that a request came in; ``summary`` is what to keep of its body."""
         record = {
             "id": len(self.records),
             "method": method,
             "path": path,
-            "json": _summary(body),
+            "json": summary,
             "status": None,
             "t0": time.time(),
             "t1": None,
@@ -78,18 +78,20 @@ class RequestLog:
 
     def _write(self, change: dict[str, Any]) -> None:
         """Append what changed of a record; a reader puts the changes of each id together."""
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(change) + "\n")
+        if self._file is not None:
+            self._file.write(json.dumps(change) + "\n")
 
 
-def _summary(body: bytes) -> Any:
-    """Return the JSON in ``body``, if any; of a large one, lists are told by their length."""
+def _parsed(body: bytes) -> Any:
     try:
-        data = json.loads(body)
+        return json.loads(body)
     except ValueError:
         return None
-    if len(body) <= _LOGGED_BYTES or not isinstance(data, dict):
+
+
+def _summary(data: Any, size: int) -> Any:
+    """Return what to keep of JSON: of a large one, lists are told by their length."""
+    if size <= _LOGGED_BYTES or not isinstance(data, dict):
         return data
     return {key: len(item) if isinstance(item, list) else item for key, item in data.items()}
 
@@ -117,7 +119,8 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         body = await _read(receive)
-        record = self._log.start(scope["method"], scope["path"], body)
+        scope["parsed"] = data = _parsed(body)  # once: an update names thousands of tensors
+        record = self._log.start(scope["method"], scope["path"], _summary(data, len(body)))
         status: list[int] = []
 
         async def noted(message: Message) -> None:

@@ -64,13 +64,18 @@ class Release:
 
 
 _SESSION_ROUTES = frozenset({"/begin_weight_update", "/end_weight_update"})
-_SELECTOR = frozenset({"UpdateWeightsFromDistributed.selector"})
-_EMPTY_CACHE = "UpdateWeightsFromDistributed.torch_empty_cache"
+_SELECTOR = frozenset({"UpdateWeightsFromDistributed.selector", "UpdateWeightsFromTensor.selector"})
+_EMPTY_CACHE = frozenset(
+    {
+        "UpdateWeightsFromDistributed.torch_empty_cache",
+        "UpdateWeightsFromTensor.torch_empty_cache",
+    }
+)
 
 _OLDEST = Release(
     "0.5.6",
     missing_routes=_SESSION_ROUTES | {"/ready", "/v1/loads"},
-    missing_fields=_SELECTOR | {_EMPTY_CACHE, "ContinueGeneration.torch_empty_cache"},
+    missing_fields=_SELECTOR | _EMPTY_CACHE | {"ContinueGeneration.torch_empty_cache"},
 )
 
 #: What each release changed; one that is not named changed nothing.

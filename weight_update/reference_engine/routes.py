@@ -61,6 +61,9 @@ async def _data(endpoint: Endpoint, request: Request) -> object:
     raw = await request.body()
     if not raw and (endpoint.body_optional or "POST" not in endpoint.methods):
         return {}
+    parsed: object = request.scope["parsed"]
+    if parsed is not None:
+        return parsed
     try:
         return json.loads(raw)
     except ValueError as error:

@@ -11,15 +11,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import groupby, zip_longest
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from weight_update.reference_engine import group as groups
 from weight_update.reference_engine import weights
+from weight_update.reference_engine.disk import read_folder
 from weight_update.reference_engine.faults import Fault, without_dropped
 from weight_update.reference_engine.generation import GenerateRequest, Generator
+from weight_update.reference_engine.loading import Loader
+from weight_update.reference_engine.opening import open_tensors
 from weight_update.reference_engine.ranks import Ranks
 from weight_update.reference_engine.releases import Release
 
@@ -29,6 +34,7 @@ _T = TypeVar("_T")
 # Who waits for its result, the name of the scheduler's method, and the arguments.
 _Command = tuple[Future[Any], str, tuple[Any, ...]]
 
+_UPDATED = "Succeeded to update parameter online."
 FLUSH_REFUSED = (
     "Weights were updated, but the cache was not flushed because requests are still running "
     "or queued. Retract or finish them, then call /flush_cache."
@@ -77,6 +83,7 @@ class Scheduler(threading.Thread):
         self._waiting: list[GenerateRequest] = []
         self._running: list[GenerateRequest] = []
         self._inboxes: dict[str, weights.Inbox] = {}
+        self._loader = Loader(model.model.device)
         self._paused = False
         self._session_open = False
 
@@ -113,6 +120,7 @@ class Scheduler(threading.Thread):
         while True:
             self._obey()
             if not self._paused:
+                self._loader.finish()
                 self._step()
                 self.load = self.measure()
 
@@ -121,6 +129,8 @@ class Scheduler(threading.Thread):
         queued = [] if self._ranks.rank else self._queued()
         calls = self._ranks.agree([(name, args) for _, name, args in queued])
         for (name, args), command in zip_longest(calls, queued):
+            if name != Scheduler.update.__name__:  # which alone may begin while weights are loaded
+                self._loader.finish()
             result = getattr(self, name)(*args)
             if command is not None:
                 command[0].set_result(result)
@@ -287,11 +297,64 @@ class Scheduler(threading.Thread):
         if self._release.unknown_group_kills:
             self._inbox(group_name)
         try:
-            arrivals = self._inbox(group_name).receive(announced, faults)
+            inbox = self._inbox(group_name)
+            arrivals = inbox.receive(announced, faults)
         except Exception as error:
             told = self._release.failed_receive_told
             return Outcome(False, f"Failed to receive weights: {error}" if told else _partly(error))
-        return self._load(arrivals, version, flush, faults)
+        if faults or not self._weights.fit(arrivals):
+            self._loader.finish()
+            return self._load(arrivals, version, flush, faults)
+        # Nothing can go wrong any more, so the answer need not wait for the copies.
+        inbox.buffers.read_by(self._loader.start(partial(self._weights.load, arrivals)))
+        return self._updated(version, flush, _UPDATED)
+
+    def update_from_tensor(
+        self,
+        entries: Sequence[str],
+        load_format: str | None,
+        version: str | None,
+        flush: bool,
+        faults: Sequence[Fault],
+    ) -> Outcome:
+        """Open what the trainer shares with this rank, copy it and close it.
+
+        Whatever cannot be opened or loaded ends the process.
+        """
+        faults = [fault for fault in faults if fault.rank in (None, self._ranks.rank)]
+        if self._release.sessions and not self._session_open:
+            return Outcome(
+                False,
+                "update_weights_from_tensor must run between "
+                "begin_weight_update() and end_weight_update()",
+            )
+        arrivals = open_tensors(entries[self._ranks.rank], load_format, faults)
+        self._weights.load(without_dropped(faults, arrivals), faults)
+        arrivals.clear()
+        outcome = self._updated(version, flush, "Success")
+        self._ranks.gather(None)
+        return outcome
+
+    def update_from_disk(
+        self, path: str, version: str | None, flush: bool, faults: Sequence[Fault]
+    ) -> Outcome:
+        """Load a folder; needs no session.
+
+        What fails half-way is loaded once more, from the same folder, and if that fails too, it
+        ends the process.
+        """
+        faults = [fault for fault in faults if fault.rank in (None, self._ranks.rank)]
+        try:
+            arrivals = read_folder(Path(path))
+        except Exception as error:
+            return Outcome(False, f"Failed to get weights iterator: {error}.")
+        try:
+            self._weights.load(without_dropped(faults, arrivals), faults)
+        except Exception as error:
+            self._weights.load(arrivals)
+            rolled = "Rolling back to original weights."
+            return Outcome(False, f"Failed to update weights: {error}.\n{rolled}")
+        return self._updated(version, flush, "Succeeded to update model weights.")
 
     def _inbox(self, name: str) -> weights.Inbox:
         if name not in self._inboxes:
@@ -312,12 +375,15 @@ class Scheduler(threading.Thread):
             self._weights.load(without_dropped(faults, arrivals), faults)
         except Exception as error:
             return Outcome(False, _partly(error))
+        return self._updated(version, flush, _UPDATED)
+
+    def _updated(self, version: str | None, flush: bool, message: str) -> Outcome:
         if version is not None:
             self.weight_version = version
         if flush and not self.flush():
             assert not self._release.refused_flush_kills, "Cache flush failed after update"
             return Outcome(False, FLUSH_REFUSED)
-        return Outcome(True, "Succeeded to update parameter online.")
+        return Outcome(True, message)
 
     def set_version(self, version: str) -> None:
         """Call the weights ``version`` from the next token on."""

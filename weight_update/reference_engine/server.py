@@ -62,6 +62,7 @@ class Server:
         self._log = log
         self._gate = Gate(info.release.continue_waits)
         self._flushing = False
+        self._started_from = info.arguments.get("model_path")
 
     # ---- health and information
 
@@ -88,7 +89,7 @@ class Server:
         body = {
             "model_path": arguments["model_path"],
             "served_model_name": arguments["served_model_name"],
-            "tokenizer_path": arguments["model_path"],
+            "tokenizer_path": self._started_from,
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": self.weight_version,
@@ -278,10 +279,52 @@ class Server:
                 body.flush_cache,
                 ACTIVE.get(),
             )
-        if outcome.success and version is not None:
-            self.weight_version = version
-            outcome = Outcome(True, f"{outcome.message} Weight version updated to {version}.")
-        return _answer(outcome)
+        return _answer(self._labelled(outcome, version))
+
+    def _labelled(self, outcome: Outcome, version: str | None) -> Outcome:
+        if not outcome.success or version is None:
+            return outcome
+        self.weight_version = version
+        return Outcome(True, f"{outcome.message} Weight version updated to {version}.")
+
+    async def update_from_tensor(self, body: bodies.UpdateWeightsFromTensor) -> Response:
+        """Open tensors that the trainer shares, and load them."""
+        if body.abort_all_requests:
+            self._abort_all()
+        version = body.weight_version
+        async with self._gate.update() as paused:
+            if paused and not self._info.release.paused_updates_are_labelled:
+                version = None
+            outcome = await self._ask(
+                self._scheduler.update_from_tensor,
+                body.serialized_named_tensors,
+                body.load_format,
+                version,
+                body.flush_cache,
+                ACTIVE.get(),
+            )
+        return _answer(self._labelled(outcome, version))
+
+    async def update_from_disk(self, body: bodies.UpdateWeightFromDisk) -> Response:
+        """Load a folder; the model that is shown is that folder from then on."""
+        if body.abort_all_requests:
+            self._abort_all()
+        async with self._gate.update():
+            outcome = await self._ask(
+                self._scheduler.update_from_disk,
+                body.model_path,
+                body.weight_version,
+                body.flush_cache,
+                ACTIVE.get(),
+            )
+        if outcome.success:
+            path = {"model_path": body.model_path, "served_model_name": body.model_path}
+            self._info.arguments.update(path, load_format=body.load_format or "auto")
+            self.weight_version = body.weight_version or self.weight_version
+        count = self._info.arguments["dp_size"]
+        told = Outcome(outcome.success, " | ".join([outcome.message] * count))
+        answer = asdict(told) | {"num_paused_requests": 0 if count == 1 else [0] * count}
+        return JSONResponse(answer, 200 if outcome.success else 400)
 
     async def update_version(self, body: bodies.UpdateWeightVersion) -> Response:
         """Name the weights; aborts all requests unless told not to."""
@@ -300,7 +343,8 @@ class Server:
             rows = await self._ask(self._scheduler.first_rows, body.name, body.truncate_size)
         if rows is None:
             return JSONResponse({"error": {"message": "Get parameter by name failed"}}, 400)
-        return JSONResponse(rows)
+        count = self._info.arguments["dp_size"]
+        return JSONResponse(rows if count == 1 else [rows] * count)
 
     async def weights_checker(
         self, body: bodies.CheckWeights | bodies.AskedCheckWeights
@@ -388,6 +432,12 @@ class Server:
             ("/begin_weight_update", self.begin, bodies.BeginWeightUpdate),
             ("/end_weight_update", self.end, bodies.NoBody),
             (UPDATE_ROUTE, self.update, bodies.UpdateWeightsFromDistributed),
+            (
+                "/update_weights_from_tensor",
+                self.update_from_tensor,
+                bodies.UpdateWeightsFromTensor,
+            ),
+            ("/update_weights_from_disk", self.update_from_disk, bodies.UpdateWeightFromDisk),
             ("/update_weight_version", self.update_version, bodies.UpdateWeightVersion),
         ]
         both, name = ("GET", "POST"), bodies.GetWeightsByName

@@ -40,7 +40,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return one sum a chunk, modulo 2**64, each still on the tensor's device."""
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.dtype.itemsize])
     weights = _weights(tensor.device)
-    return [(chunk * weights[: chunk.numel()]).sum() for chunk in bits.split(_CHUNK)]
+    return [(chunk * weights[: chunk.numel()]).sum() for chunk in torch.split(bits, _CHUNK)]
 
 
 @lru_cache(maxsize=8)

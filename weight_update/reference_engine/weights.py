@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from weight_update.reference_engine.dummy import ParameterBag, read_shapes
 from weight_update.reference_engine.faults import Fault, count_taken, strike
+from weight_update.reference_engine.loading import Buffers
 from weight_update.reference_engine.shards import Cut, Shard
 from weight_update.reference_engine.sums import positional_sums
 
@@ -55,14 +56,11 @@ Arrival = tuple[str, Sequence[int], torch.Tensor]
 
 
 class Inbox:
-    """A group to receive on, and the buffer that its tensors arrive in.
-
-    The buffer is kept, so that an update costs no fresh memory; it grows and never shrinks.
-    """
+    """A group to receive on, and the buffers that its tensors arrive in."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self.buffers = Buffers(device)
 
     def receive(self, announced: Announcement, faults: Sequence[Fault] = ()) -> list[Arrival]:
         """Take part in the broadcasts that ``announced`` calls for.
@@ -74,10 +72,9 @@ class Inbox:
         count = count_taken(faults, len(announced.names))
         announced = announced.first(count)
         runs, size = _runs(announced)
-        if self._buffer.numel() < size:
-            self._buffer = self._buffer.new_empty(size)
-        rows = [row for run in runs for row in run.rows(self._buffer)]
-        arrivals = [self._buffer[:size]] if announced.flattened else list(rows)
+        buffer = self.buffers.take(size)
+        rows = [row for run in runs for row in run.rows(buffer)]
+        arrivals = [buffer[:size]] if announced.flattened else list(rows)
         arrivals += [torch.empty_like(rows[-1]) for _ in range(count - len(rows))]
         # All are posted before the first is waited for.
         works = [dist.broadcast(row, src=0, group=self.group, async_op=True) for row in arrivals]
@@ -142,6 +139,10 @@ class Slot:
     place: torch.Tensor
     cut: Cut | None = None
 
+    def fits(self, shape: Sequence[int], row: torch.Tensor) -> bool:
+        """Return whether nothing can go wrong when it takes the elements in ``row``."""
+        return self.shape == shape and self.place.dtype is row.dtype
+
     def take(self, name: str, shape: Sequence[int], row: torch.Tensor) -> None:
         """Copy the elements in ``row``, or this slot's part of them.
 
@@ -166,6 +167,13 @@ class Weights:
             self._slots[name] = Slot(shapes[name], place if cut else place.view(-1), cut)
         tied = model.config.tie_word_embeddings
         self._ignored = {"lm_head.weight"} if tied else set()
+
+    def fit(self, arrivals: Sequence[Arrival]) -> bool:
+        """Return whether nothing can go wrong when they are loaded."""
+        slots = self._slots
+        return all(
+            name not in slots or slots[name].fits(shape, row) for name, shape, row in arrivals
+        )
 
     @torch.no_grad()
     def load(self, arrivals: Sequence[Arrival], faults: Sequence[Fault] = ()) -> None:

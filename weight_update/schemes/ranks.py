@@ -1,18 +1,23 @@
-"""An update of a sharded trainer: every rank reads, one of them talks to the engines."""
+"""An update of several ranks: every rank reads, or joins the group; one talks to the engines."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
+
 from weight_update.errors import ConfigurationError
+from weight_update.options import TrainerRanks
 from weight_update.report import UpdateReport
 from weight_update.transports.rank_channel import open_channel
-from weight_update.update.crew import Crew
+from weight_update.transports.relay_group import RelayGroup
+from weight_update.update.crew import Crew, Relay, Relaying, Relays
 from weight_update.update.planning import Payload
 from weight_update.update.reader import nobody_else
+from weight_update.update.ways import Ends
 from weight_update.waiting import Deadline
 from weight_update.weights.shards.readers import readers_of
 
@@ -29,11 +34,56 @@ class PushPayload(Protocol):
 
 
 class Ranks:
-    """Runs updates with the ranks that hold parts of a model, if there are any."""
+    """Runs updates with the ranks that hold parts of a model, or join the group, if any do.
 
-    def __init__(self) -> None:
+    Args:
+        trainer_ranks: ``"node"`` has all ranks take part in every update.
+    """
+
+    def __init__(self, trainer_ranks: TrainerRanks = "one") -> None:
+        self._relaying: Relaying | None = None
+        if trainer_ranks == "node":
+            self._relaying = Relaying(Relay(_open_end), Relays())
         self._known: frozenset[int] = frozenset()
         self._warned = False
+        self.followed = False
+
+    def ends(self, ends: Ends) -> Ends:
+        """A way whose groups the trainer's other ranks join, if they are to."""
+        return ends if self._relaying is None else self._relaying.relays.ends(ends)
+
+    def close(self) -> None:
+        """Leaves the group of another rank."""
+        self.followed = False
+        if self._relaying is not None:
+            self._relaying.relay.drop()
+
+    def connect(
+        self, connect: Callable[[], None], deadline: Deadline, engines: Sequence[str]
+    ) -> None:
+        """Runs ``connect`` here, or follows the rank that does, if all are to take part.
+
+        Args:
+            connect: Makes the group.
+            deadline: By when every rank must have come.
+            engines: URLs of what this rank means to connect to.
+
+        Raises:
+            WeightUpdateError: The same on all ranks.
+        """
+        relaying = self._relaying
+        crew = None if relaying is None else Crew.of((), open_channel, relaying)
+        if crew is None:
+            return connect()
+
+        def lead() -> UpdateReport:
+            crew.lead()
+            connect()
+            return UpdateReport(0, 0, 0, 0, {}, {})
+
+        crew.run(lead, deadline, engines)
+        self.followed = not crew.leads
+        return None
 
     def update(
         self,
@@ -44,7 +94,7 @@ class Ranks:
         deadline: Deadline,
         engines: Sequence[str],
     ) -> UpdateReport:
-        """Runs ``push`` here, or follows the rank that does, if the source is held in parts.
+        """Runs ``push`` here, or follows the rank that does, if several take part.
 
         Args:
             source: Returns what is to be sent.
@@ -59,29 +109,37 @@ class Ranks:
         """
         channel = open_channel()
         if channel is None:
-            return push(lambda: read(source()))
+            return self._alone(push, lambda: read(source()))
         crew, payload = None, Payload()
         try:
             given = source()
             self._known = frozenset(readers_of(given, channel.ranks))
             payload = read(given)
-            crew = Crew.of(payload.weights, open_channel)
+            crew = Crew.of(payload.weights, open_channel, self._relaying)
         except Exception as error:  # noqa: BLE001 - raised on every rank
             # Who read the last update waits for this one, even if there is nothing to look at.
-            crew = Crew.without_weights(self._known, error, open_channel)
+            everybody = range(channel.ranks if self._relaying else 0)
+            known = self._known or frozenset(everybody)
+            crew = Crew.without_weights(known, error, open_channel, self._relaying)
             if crew is None:
-                return push(_raising(error))
+                return self._alone(push, _raising(error))
         if crew is None:
             self._warn_of_each_for_itself(channel.rank, channel.ranks)
-            return push(lambda: payload)
+            return self._alone(push, lambda: payload)
         report = crew.run(
             lambda: push(lambda: replace(payload, weights=crew.lead()), crew.check),
             deadline,
             engines,
         )
-        if not crew.leads:
+        self.followed = not crew.leads
+        if self.followed:
             followed(report)
         return report
+
+    def _alone(self, push: PushPayload, read: Callable[[], Payload]) -> UpdateReport:
+        if self._relaying is not None:
+            self._relaying.relays.clear()
+        return push(read)
 
     def _warn_of_each_for_itself(self, rank: int, ranks: int) -> None:
         if rank and not self._warned:
@@ -94,16 +152,36 @@ class Ranks:
             )
 
 
-def refuse_shards(source: Any) -> None:
-    """Raises ConfigurationError if other ranks must take part in reading ``source``."""
+def refuse_background(source: Any, trainer_ranks: TrainerRanks) -> None:
+    """Raises ConfigurationError if other ranks must take part in an update of ``source``."""
     channel = open_channel()
-    if channel is not None and readers_of(source, channel.ranks):
+    if channel is None:
+        return
+    if trainer_ranks == "node":
+        raise ConfigurationError(
+            "trainer_ranks='node' does not go with updates in the background: ranks that skip "
+            "different ones would wait for each other",
+            phase="plan",
+            remedy="call update_weights() on every rank, or use trainer_ranks='one'",
+        )
+    if readers_of(source, channel.ranks):
         raise ConfigurationError(
             "a sharded model cannot be sent in the background: its ranks would read it while "
             "they train",
             phase="plan",
             remedy="call update_weights() on every rank",
         )
+
+
+def _open_end(told: Mapping[str, Any], rank: int, device: torch.device) -> RelayGroup:
+    return RelayGroup(
+        name=told["name"],
+        address=told["address"],
+        port=told["port"],
+        world_size=told["world_size"],
+        rank=rank,
+        device=device,
+    )
 
 
 def _raising(error: Exception) -> Callable[[], Payload]:

@@ -10,6 +10,7 @@ import torch
 
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
+    DIRECTORY_VARIABLE,
     MASTER_ADDRESS_VARIABLE,
     Backend,
     DeviceLike,
@@ -61,18 +62,20 @@ class SGLangWeightSyncScheme(ServerScheme):
             (they end early). None reads ``TORCHRL_SGLANG_PAUSE_GENERATION_MODE``, else
             ``"retract"``. With ``lora="adapter"`` the default is ``"abort"``, and others are
             refused.
-        backend: ``"auto"`` (by device), ``"nccl"`` or ``"gloo"``; sent to the servers.
-        bucket_bytes: A bucket is closed before it exceeds this; None means 2 GiB on CUDA and
-            64 MiB on the CPU (or ``WEIGHT_UPDATE_BUCKET_BYTES``). Two buffers of the largest
-            packed bucket stay allocated on the trainer between updates.
+        backend: ``"auto"`` (by device, and gloo with a warning where NCCL cannot connect the two
+            ends), ``"nccl"`` or ``"gloo"``; sent to the servers.
+        bucket_bytes: A bucket is closed before it exceeds this; None means 64 MiB on the CPU and
+            on CUDA 2 GiB, less where memory is short (or ``WEIGHT_UPDATE_BUCKET_BYTES``). Two
+            buffers of the largest packed bucket stay allocated on the trainer between updates.
         load_format: ``"flattened_bucket"`` (one buffer a bucket), ``"tensors"`` (one
-            broadcast a tensor), or ``"auto"``: buckets over NCCL, and over gloo for small
-            tensors, which cost less copied than broadcast.
+            broadcast a tensor), or ``"auto"``: over NCCL what costs less, which the report
+            explains, and over gloo buckets for small tensors, which cost less copied.
         transport: ``"broadcast"`` (NCCL or gloo), ``"ipc"`` (memory that a server on the same GPU,
             or on the same host's CPU, opens), ``"disk"`` (safetensors that servers read), or
             ``"auto"``: a broadcast wherever the servers can take one; the report says why.
         directory: Where ``"disk"`` writes: trainer and servers see it under the same path. None
-            takes this host's memory (``/dev/shm``) if all servers run here.
+            takes this host's memory (``/dev/shm``) if all servers run here (or
+            ``WEIGHT_UPDATE_DIRECTORY``).
         trainer_ranks: ``"node"`` has all ranks of the trainer on this host join the group, so
             that every network card carries bytes; all of them then call ``update_weights()``.
         dtype: Floating tensors are cast to it on the way: a torch dtype, or ``"engine"`` for the
@@ -169,7 +172,7 @@ class SGLangWeightSyncScheme(ServerScheme):
             bucket_bytes=read_bucket_bytes() if bucket_bytes is None else bucket_bytes,
             load_format=load_format,
             transport=transport,
-            directory=None if directory is None else os.fspath(directory),
+            directory=_directory(directory),
             trainer_ranks=trainer_ranks,
             timeout=timeout,
             on_failure=on_failure,
@@ -218,6 +221,10 @@ def _check_named_device(device: DeviceLike) -> None:
     # who names a device means one that exists.
     if isinstance(device, (str, torch.device)):
         check_device_exists(parse_device(device))
+
+
+def _directory(argument: str | os.PathLike[str] | None) -> str | None:
+    return read_text(DIRECTORY_VARIABLE) if argument is None else os.fspath(argument)
 
 
 def _master_address(argument: str | None) -> str | None:

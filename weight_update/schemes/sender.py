@@ -13,7 +13,7 @@ from torch import nn
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
-from weight_update.schemes.ranks import refuse_shards
+from weight_update.schemes.ranks import refuse_background
 from weight_update.schemes.transport import is_whole, provided
 from weight_update.update.background import Background
 from weight_update.waiting import spawn
@@ -177,7 +177,7 @@ class SGLangWeightSender:
             cancels one that has not begun, and breaks one that runs.
         """
         given = provided(self._model() if weights is None else weights)
-        refuse_shards(given)
+        refuse_background(given, self._scheme.options.trainer_ranks)
         held = self._transport.snapshot(given) if snapshot else given
         return self._background.submit(
             lambda: self._transport.update(

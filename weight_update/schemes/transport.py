@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,13 @@ from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.schemes.adapter_push import AdapterPush
 from weight_update.schemes.ranks import Ranks
 from weight_update.transports.broadcast import BucketPacker
+from weight_update.transports.disk import DiskPacker, open_no_group
+from weight_update.transports.folders import VersionFolders
 from weight_update.transports.process_group import open_group
+from weight_update.transports.shared_memory import SharedMemoryWay
 from weight_update.update.planning import Payload
 from weight_update.update.reader import nobody_else
+from weight_update.update.rehearsal import Rehearsal
 from weight_update.update.updater import Push, Updater
 from weight_update.update.ways import Ends
 from weight_update.waiting import Deadline
@@ -96,23 +101,35 @@ class SGLangCollectiveTransport:
         self._metadata: Metadata | None = None
         self._extraction = ExtractionCache()
         self._model_device: Callable[[], torch.device | None] = _default_device
-        self._ranks = Ranks()
+        self._ranks = Ranks(self._options.trainer_ranks)
         self._process = os.getpid()
         by_itself = self._options.lora == "adapter"
         self._open_adapter_push = open_adapter_push
         self._adapter = open_adapter_push(self._options) if by_itself else None
+        directory = self._options.directory
+        self._shared = SharedMemoryWay(self._options.load_format)
+        self._folders = VersionFolders(None if directory is None else Path(directory))
         self._updater = (
             self._broadcasts() if self._adapter is None else self._adapter.updater(self._urls)
         )
 
     def _broadcasts(self) -> Updater:
+        shared = self._shared
         return Updater(
             self._urls,
             lambda url: SGLangEngine(url, self._options.http),
             {
-                "broadcast": Ends(
-                    open_group, lambda device: BucketPacker(device, self._options.load_format)
-                )
+                "broadcast": self._ranks.ends(
+                    Ends(open_group, lambda device: BucketPacker(device, self._options.load_format))
+                ),
+                "ipc": Ends(
+                    lambda urls, _, __, device: shared.open_group(urls, device),
+                    shared.open_packer,
+                ),
+                "disk": Ends(
+                    lambda urls, options, *_: open_no_group(urls, options),
+                    lambda _: DiskPacker(self._folders),
+                ),
             },
             self._options,
         )
@@ -136,9 +153,13 @@ class SGLangCollectiveTransport:
 
     @property
     def world_size(self) -> int | None:
-        """1 + the ranks of all servers, or None when they were not asked yet."""
+        """1 + the ranks of all servers, or None when they were not asked yet.
+
+        With ``trainer_ranks="node"`` the trainer's ranks in the group count instead of the 1, once
+        it was made; on ranks that follow it is never known.
+        """
         ranks = self._options.num_gpus
-        return self._updater.world_size if ranks is None else 1 + ranks
+        return self._updater.world_size or (None if ranks is None else 1 + ranks)
 
     @property
     def device(self) -> int | torch.device:
@@ -191,7 +212,7 @@ class SGLangCollectiveTransport:
             raise WeightUpdateError("Only rank 0 can initialise the weight-update group")
         self._refuse_fork()
         self._metadata = None if model_metadata is None else dict(model_metadata)
-        self._updater.connect(device or _default_device())
+        self._connect(device)
 
     def send_weights(self, model_id: Any, weights: Any = None) -> UpdateReport:
         """Checks the weights against the metadata, then runs one update.
@@ -240,6 +261,7 @@ class SGLangCollectiveTransport:
         def count(version: int) -> Sequence[str]:
             if self._adapter is not None:
                 self._adapter.forget()
+            self._folders.keep_newest()
             return counted(version)
 
         def push(
@@ -321,6 +343,20 @@ class SGLangCollectiveTransport:
         """
         return self._updater.plan(self._extract(source))
 
+    @property
+    def harmless_name(self) -> str:
+        """The name of a weight that no server keeps."""
+        return self._updater.roster.members[0].engine.harmless_name
+
+    def rehearse(self, plan: Plan) -> Rehearsal:
+        """Sends a plan of harmless names, in a short pause; no weight and no label changes.
+
+        Raises:
+            RuntimeError: No group was made, or a server failed.
+        """
+        self._refuse_fork()
+        return self._updater.rehearse(plan)
+
     def _payload(self, source: Any, whole: bool | None) -> Payload:
         whole = is_whole(source) if whole is None else whole
         if isinstance(source, Stream):
@@ -337,8 +373,8 @@ class SGLangCollectiveTransport:
         return match_metadata(extracted, self._metadata)
 
     def check_connection(self) -> bool:
-        """Whether a group exists."""
-        return self._updater.connected
+        """Whether a group exists, of this rank or of one that it follows."""
+        return self._updater.connected or self._ranks.followed
 
     def flush_cache(self) -> bool:
         """Flushes the prefix cache of every server; False if one did not (the log says why)."""
@@ -346,12 +382,15 @@ class SGLangCollectiveTransport:
         return self._updater.flush_cache()
 
     def shutdown(self) -> None:
-        """Gives the group up on both ends; never raises, safe to call twice.
+        """Gives the group up on both ends, and removes what it wrote; never raises.
 
         After a fork it does nothing: the group is still the parent's.
         """
         if os.getpid() == self._process:
+            self._ranks.close()
             self._updater.shutdown()
+            self._folders.close()
+            self._shared.close()
 
     def _refuse_fork(self) -> None:
         # A fork shares the parent's sockets but has none of its threads: half an update would
@@ -367,7 +406,13 @@ class SGLangCollectiveTransport:
     def setup_connection_and_weights_on_sender(self) -> None:
         """Makes the group; sends nothing."""
         self._refuse_fork()
-        self._updater.connect(self._model_device() or _default_device())
+        self._connect(self._model_device())
+
+    def _connect(self, device: torch.device | None) -> None:
+        def connect() -> None:
+            self._updater.connect(device or _default_device())
+
+        self._ranks.connect(connect, Deadline(self.timeout), self._urls)
 
     def follow(self, model_device: Callable[[], torch.device | None]) -> None:
         """Says where the weights will live, for a group that is made before any are sent."""
@@ -438,4 +483,6 @@ def _ranks_of(world_size: Any) -> int | None:
 
 
 def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -86,6 +86,18 @@ def serve_store(address: str, port: int, world_size: int, listener_fd: int) -> T
     )
 
 
+def reach_store(address: str, port: int, world_size: int) -> TCPStore:
+    """The rendezvous store of another process, which serves it already; blocks while it calls."""
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=False,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+    )
+
+
 def group_store(store: Store, group_name: str, device_type: str) -> AbandonableStore:
     """The key space that an engine's own ``_new_process_group_helper`` uses for the group.
 
@@ -110,8 +122,8 @@ def places_of_gloo_ranks(store: Store, world_size: int) -> list[bytes]:
     return [store.get(f"0/{rank}") for rank in range(world_size)]
 
 
-def build_gloo(store: Store, world_size: int, address: str) -> Any:
-    """Joins a gloo group as rank 0, listening on ``address``; blocks until all peers came."""
+def build_gloo(store: Store, world_size: int, address: str, rank: int = 0) -> Any:
+    """Joins a gloo group as a rank, listening on ``address``; blocks until all peers came."""
     from torch._C._distributed_c10d import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo
@@ -122,11 +134,11 @@ def build_gloo(store: Store, world_size: int, address: str) -> Any:
     default = ":" in address
     device = gloo.create_default_device() if default else gloo.create_device(hostname=address)
     options._devices = [device]
-    return gloo(store, 0, world_size, options)
+    return gloo(store, rank, world_size, options)
 
 
-def build_nccl(store: Store, world_size: int, group_name: str) -> Any:
-    """Joins an NCCL group as rank 0; its communicator is built by the first broadcast."""
+def build_nccl(store: Store, world_size: int, group_name: str, rank: int = 0) -> Any:
+    """Joins an NCCL group as a rank; its communicator is built by the first broadcast."""
     try:
         from torch._C._distributed_c10d import ProcessGroupNCCL
     except ImportError as error:
@@ -141,7 +153,7 @@ def build_nccl(store: Store, world_size: int, group_name: str) -> Any:
     options._timeout = _FOREVER
     options.group_name = group_name
     options.global_ranks_in_group = list(range(world_size))
-    return nccl(store, 0, world_size, options)
+    return nccl(store, rank, world_size, options)
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> Any:

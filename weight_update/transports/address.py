@@ -37,6 +37,20 @@ def choose_address(urls: Sequence[str]) -> str:
     return (remote or routes)[0]
 
 
+def is_here(url: str) -> bool:
+    """Whether an engine is on this host, as far as its URL tells.
+
+    Raises:
+        ConfigurationError: A host name does not resolve, or no route leads to it.
+
+    Example:
+        >>> is_here("http://127.0.0.1:30000")
+        True
+    """
+    ours = _local_address_towards(url)
+    return _parsed(ours).is_loopback or ours == _resolve(urlsplit(url).hostname or "")
+
+
 def check_address(address: str) -> str:
     """Returns a user's master address if engines could ever reach it.
 

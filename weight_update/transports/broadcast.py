@@ -9,6 +9,7 @@ import torch
 
 from weight_update.options import LoadFormat
 from weight_update.transports.packing import SideStream, fill, read_as_announced
+from weight_update.transports.sizing import free_bytes, nccl_format
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, Bucket, Plan
 from weight_update.weights.cargo import Cargo, Format, Terms
 from weight_update.weights.growing_plan import GrowingPlan
@@ -46,7 +47,10 @@ class BucketPacker:
         self._nbytes = 0
 
     def format(self, specs: Sequence[TensorSpec] | None, terms: Terms) -> Format:
-        """Buckets of the size that was asked for, or as large as pays on the device."""
+        """Over NCCL what costs less; over gloo buckets of the size that pays on a CPU."""
+        if self.device.type == "cuda":
+            own = sum(buffer.numel() for buffer in self._buffers)  # they are used again
+            return nccl_format(specs, terms, self._load_format, free_bytes(self.device, own))
         size = terms.bucket_bytes or DEFAULT_BUCKET_BYTES[self.device.type]
         return Format(size, self._packs)
 

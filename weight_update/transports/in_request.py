@@ -19,15 +19,24 @@ Put = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class NoGroup:
-    """Stands where a group would: nobody joins it, and nothing moves in it."""
+    """Stands where a group would: nobody joins it, and nothing moves in it.
+
+    Args:
+        backend: What the report calls it.
+        device: Where the weights are packed.
+    """
 
     name = "none"
     address = ""
     port = 0
-    backend = "none"
-    device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        backend: str = "none",
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - it is immutable
+    ) -> None:
+        self.backend = backend
+        self.device = device
         self.given_up = False
 
     def join(self) -> None:

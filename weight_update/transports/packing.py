@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from itertools import islice
+from itertools import islice, repeat, tee
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: Any = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -39,11 +40,12 @@ class SideStream:
         if self._device.type != "cuda":
             yield
             return
-        caller = torch.cuda.current_stream(self._device)
-        own = self._stream = self._stream or torch.cuda.Stream(self._device)
+        cuda: Any = torch.cuda
+        caller = cuda.current_stream(self._device)
+        own = self._stream = self._stream or cuda.Stream(self._device)
         own.wait_stream(caller)
         try:
-            with torch.cuda.stream(own):
+            with cuda.stream(own):
                 yield
         finally:
             caller.wait_stream(own)
@@ -68,24 +70,46 @@ def fill(buffer: torch.Tensor, weights: Sequence[Weight]) -> None:
         >>> buffer.tolist()
         [1, 2, 1]
     """
-    with closing(read_as_announced(weights)) as values:
-        offset = 0
-        for run in _runs(weights):
-            end = offset + sum(weight.spec.nbytes for weight in run)
-            _fill(buffer[offset:end].view(run[0].spec.dtype), run, values)
-            offset = end
+    # Found one by one: a GPU copies the first while the others are found.
+    runs, same = tee(_placed(buffer, weights))
+    places = (made for run, place in same for made in _places(run, place))
+    with closing(read_as_announced(weights, places)) as values:
+        for run, place in runs:
+            _fill(place, run, values)
 
 
-def read_as_announced(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
+def read_as_announced(
+    weights: Sequence[Weight], places: Iterable[torch.Tensor | None] = repeat(None)
+) -> Generator[torch.Tensor]:
     """The values of some weights, in order, each read when it is asked for; close it.
+
+    Args:
+        weights: Which.
+        places: As :func:`read_in_turn` takes them.
 
     Raises:
         WeightMismatchError: A value has another dtype or shape than was announced.
     """
     # No name holds a value while the next is read: merged ones would exist twice.
-    with closing(read_in_turn(weights)) as values:
+    with closing(read_in_turn(weights, places)) as values:
         for weight in weights:
             yield _checked(weight, next(values))
+
+
+def _placed(
+    buffer: torch.Tensor, weights: Sequence[Weight]
+) -> Iterator[tuple[list[Weight], torch.Tensor]]:
+    """The runs, and where each is written."""
+    offset = 0
+    for run in _runs(weights):
+        end = offset + sum(weight.spec.nbytes for weight in run)
+        yield run, buffer[offset:end].view(run[0].spec.dtype)
+        offset = end
+
+
+def _places(run: list[Weight], place: torch.Tensor) -> list[torch.Tensor | None]:
+    """Where the values of a run may be made: a large one in its own place."""
+    return [place.view(run[0].spec.shape)] if len(run) == 1 else [None] * len(run)
 
 
 def _runs(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
@@ -113,7 +137,8 @@ def _fill(place: torch.Tensor, run: list[Weight], values: Generator[torch.Tensor
 
 
 def _write(place: torch.Tensor, value: torch.Tensor) -> int:
-    place[: value.numel()].view(value.shape).copy_(value)
+    if value.data_ptr() != place.data_ptr():  # else it was made there
+        place[: value.numel()].view(value.shape).copy_(value)
     return value.numel()
 
 

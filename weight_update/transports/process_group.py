@@ -41,7 +41,10 @@ class UpdateGroup:
 
     Attributes:
         name: Name of the group, never used twice.
+        rank: The rank of this process.
     """
+
+    rank = 0
 
     def __init__(
         self,
@@ -57,9 +60,7 @@ class UpdateGroup:
         self.address = address
         self.world_size = world_size
         self.device = device
-        listener = listen(address, port)
-        self.port: int = listener.getsockname()[1]
-        tcp_store = process_groups.serve_store(address, self.port, world_size, listener.detach())
+        self.port, tcp_store = self._rendezvous(port)
         self._store = process_groups.group_store(tcp_store, self.name, device.type)
         self._group: Any = None
         self._works: list[Any] = []
@@ -68,6 +69,14 @@ class UpdateGroup:
         self.given_up = False
         self._places: list[bytes] = []
         self._process = os.getpid()
+
+    def _rendezvous(self, port: int | None) -> tuple[int, Any]:
+        """The port and the store where the ranks meet."""
+        listener = listen(self.address, port)
+        port = listener.getsockname()[1]
+        return port, process_groups.serve_store(
+            self.address, port, self.world_size, listener.detach()
+        )
 
     @property
     def backend(self) -> str:
@@ -85,9 +94,9 @@ class UpdateGroup:
 
     def _build(self) -> None:
         if self.backend == "nccl":
-            group = process_groups.build_nccl(self._store, self.world_size, self.name)
+            group = process_groups.build_nccl(self._store, self.world_size, self.name, self.rank)
         else:
-            group = process_groups.build_gloo(self._store, self.world_size, self.address)
+            group = process_groups.build_gloo(self._store, self.world_size, self.address, self.rank)
             self._places = process_groups.places_of_gloo_ranks(self._store, self.world_size)
         self._group = group
         if self.given_up:

@@ -8,6 +8,7 @@ use, and a wait inside a collective would run into the time-out of the training 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from weight_update.errors import WeightUpdateError
 from weight_update.torch_private.process_groups import default_store
+from weight_update.transports.neighbours import Neighbour, this_host
 
 _PREFIX = "weight_update/"
 
@@ -34,6 +36,15 @@ class RankChannel:
         self.rank = rank
         self.ranks = ranks
         self._store = store
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where this rank runs, as a message can hold it."""
+        return {"host": this_host(), "process": os.getpid()}
+
+    def neighbour(self, place: Mapping[str, Any]) -> Neighbour | None:
+        """The process at another rank's place; None if it is on another host."""
+        return Neighbour(place["process"]) if place["host"] == this_host() else None
 
     def through(self, store: Any) -> bool:
         """Whether messages travel through this very store."""

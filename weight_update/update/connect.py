@@ -18,12 +18,13 @@ _LINGER_SECONDS = 300.0
 _CULPRIT_SECONDS = 0.5
 
 
-def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
-    """Gives every engine its rank offset; the trainer is rank 0.
+def assign_ranks(fleet: Fleet, num_gpus: int | None, first: int = 1) -> int:
+    """Gives every engine its rank offset; the trainer has the ranks before.
 
     Args:
         fleet: Inspected engines.
         num_gpus: Ranks of all engines together, if the caller knows; checked against theirs.
+        first: The first engine's first rank.
 
     Returns:
         The world size.
@@ -42,7 +43,7 @@ def assign_ranks(fleet: Fleet, num_gpus: int | None) -> int:
             remedy="leave num_gpus=None to ask the servers",
         )
     share = _share(unknown, num_gpus, told) if unknown else 0
-    offset = 1
+    offset = first
     for member, ranks in zip(fleet.members, known, strict=True):
         member.rank_offset, member.ranks = offset, share if ranks is None else ranks
         offset += member.ranks
@@ -166,7 +167,7 @@ def _watch(fleet: Fleet, group: Group, joining: Future[None], deadline: Deadline
         if joining.done() and joining.exception():
             done |= wait(calls, _CULPRIT_SECONDS, FIRST_EXCEPTION).done
         raise_first(call for call in calls if call in done and not _late(call))
-        if any(map(_late, done)) or (pending and deadline.expired()):
+        if any(map(_late, done - {joining})) or (pending and deadline.expired()):
             text = _who_is_missing(fleet, group, deadline)
             raise UpdateTimeout(text, phase="connect", engines=_missing(fleet, group))
         if joining.done():

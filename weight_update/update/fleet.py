@@ -47,7 +47,7 @@ class Attempt:
         suspicion: Why the engine's answers do not tell what it holds; empty when they do.
     """
 
-    names: frozenset[str] = frozenset()
+    names: set[str] = field(default_factory=set)
     full: bool = True
     buckets: int = 0
     label: str | None = None

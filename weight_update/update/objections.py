@@ -140,7 +140,7 @@ def _unhealed(member: Member, names: frozenset[str]) -> Iterator[str]:
 
 def _misshapen(member: Member, plan: Plan | GrowingPlan) -> Iterator[str]:
     """An engine takes no shape but its own, and may say yes to another and hold garbage."""
-    if member.engine.intake.any_shape:
+    if member.engine.intake.any_shape or member.shapes is plan.shapes:
         return
     for name, shape in plan.shapes.items():
         taken = member.shapes.get(name, shape)

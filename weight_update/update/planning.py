@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from weight_update.facts import Intake
 from weight_update.options import UpdateOptions
@@ -11,8 +12,10 @@ from weight_update.weights.buckets import Plan, plan_buckets
 from weight_update.weights.cargo import Format, Formats
 from weight_update.weights.fitting import Wishes, common, fit
 from weight_update.weights.growing_plan import GrowingPlan
-from weight_update.weights.specs import Weight
+from weight_update.weights.specs import Lasting, Weight
 from weight_update.weights.stream import Stream
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,38 @@ class Payload:
         return self if self.stream is None else replace(self, weights=(self.stream.head(),))
 
 
+class PlanMemory:
+    """What the last plan was made of, so that it is not made again.
+
+    Example:
+        >>> memory = PlanMemory()
+        >>> memory.attend(True)
+        >>> memory.once("sum", (1, 2), lambda: 3), memory.once("sum", (1, 2), lambda: 4)
+        (3, 3)
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[object, Any]] = {}
+        self._keeps = False
+
+    def attend(self, keeps: bool) -> None:
+        """Learns whether anything may be kept: no tensor, and no value that has to be read."""
+        self._keeps = keeps
+        if not keeps:
+            self._made.clear()
+
+    def once(self, what: str, made_of: object, make: Callable[[], T]) -> T:
+        """What was made of the same the last time, or is made now."""
+        kept = self._made.get(what)
+        if kept is not None and kept[0] == made_of:
+            made: T = kept[1]
+            return made
+        made = make()
+        if self._keeps:
+            self._made[what] = (made_of, made)
+        return made
+
+
 def planned(weights: Sequence[Weight], options: UpdateOptions, format_of: Formats) -> Plan:
     """Which weights travel together, as they are.
 
@@ -47,7 +82,7 @@ def planned(weights: Sequence[Weight], options: UpdateOptions, format_of: Format
         options: Of which the size of a bucket is one.
         format_of: Chooses how they are divided.
     """
-    return _planned(weights, options, format_of([weight.spec for weight in weights]))
+    return _planned(weights, options, format_of(weights))
 
 
 def _planned(weights: Sequence[Weight], options: UpdateOptions, chosen: Format) -> Plan:
@@ -61,6 +96,7 @@ def fitted_plan(
     known_names: Collection[str],
     options: UpdateOptions,
     format_of: Formats,
+    memory: PlanMemory,
 ) -> Plan | GrowingPlan:
     """Which weights travel together, made as the engines take them.
 
@@ -70,6 +106,7 @@ def fitted_plan(
         known_names: Of the whole model, as far as engines took it before.
         options: What the user asked for.
         format_of: Chooses how they are divided.
+        memory: What was planned before.
 
     Raises:
         ConfigurationError: Engines differ, or cannot take the weights.
@@ -79,11 +116,15 @@ def fitted_plan(
     intake, stream = common(intakes, wishes), payload.stream
     whole = payload.whole and stream is None
 
-    def fitted(weights: Sequence[Weight]) -> Sequence[Weight]:
+    def fitted(weights: Sequence[Weight]) -> tuple[Weight, ...]:
         return fit(weights, intake, wishes, whole=whole, known_names=known_names or None)
 
     if stream is None:
-        return planned(fitted(payload.weights), options, format_of)
+        given, known = payload.weights, frozenset() if whole else frozenset(known_names)
+        memory.attend(isinstance(given, Lasting) and not options.check_finite)
+        fits = memory.once("fitted", (given, intake, wishes, whole, known), lambda: fitted(given))
+        chosen = format_of(fits)
+        return memory.once("plan", (fits, chosen), lambda: _planned(fits, options, chosen))
     chosen = format_of(None)
     batches = stream.batches(chosen.bucket_bytes, name_map=options.name_map)
     plans = (_planned(fitted(batch), options, chosen) for batch in batches)

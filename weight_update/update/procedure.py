@@ -296,7 +296,7 @@ def _look_again(
     member: Member, attempt: Attempt, label: str, phase: Phase, deadline: Deadline
 ) -> None:
     """A server that started anew says yes to everything, on the weights it started with."""
-    seen = member.engine.observe(deadline)
+    seen = member.engine.observe(deadline, readiness=False)
     if member.is_another(seen) or seen.label not in (None, label, attempt.label):
         raise _restarted(member, phase)
 

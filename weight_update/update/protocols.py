@@ -70,8 +70,13 @@ class Engine(Protocol):
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         """URLs of the engines behind this one, if it is a router; none for an engine."""
 
-    def observe(self, deadline: Deadline) -> Sighting:
-        """What the engine shows now; nothing is changed by looking."""
+    def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
+        """What the engine shows now; nothing is changed by looking.
+
+        Args:
+            deadline: Bound of the calls.
+            readiness: Whether it matters if the engine generates, which may cost a call.
+        """
 
     def label(self, deadline: Deadline) -> str | None:
         """The version label that the engine shows now."""
@@ -139,7 +144,10 @@ class Group(Protocol):
     address: str
     port: int
     device: torch.device
-    given_up: bool
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nothing can be sent in it any more."""
 
     @property
     def backend(self) -> str:

@@ -55,12 +55,14 @@ class Reader:
 
     Attributes:
         check: As given.
+        alone: Nobody else takes part.
     """
 
     def __init__(self, packer: Packer, plan: Plan | GrowingPlan, check: Callable[[], None]) -> None:
         self._packer = packer
         self._plan = plan
         self.check = check
+        self.alone = check is nobody_else
         self._running: Future[Packed | None] | None = None
         self._over = False
 
@@ -93,7 +95,10 @@ class Reader:
             bucket = self._plan.take(index)
             if bucket is None or self._over:  # the packer serves another update by now
                 return None
-            return Packed(bucket, self._packer.pack(bucket))
+            cargo = self._packer.pack(bucket)
+            if cargo.tensors:  # it is announced: encoded now, beside the wire
+                _ = bucket.announcement
+            return Packed(bucket, cargo)
 
 
 def in_time(

@@ -37,7 +37,7 @@ class Transfer:
     object_to: Callable[[Bucket], None]
 
     def run(self, first: Packed) -> None:
-        """Sends all buckets; each is packed while the one before it travels.
+        """Sends all buckets; each is packed while the one before it travels, if there is room.
 
         Args:
             first: The first bucket.
@@ -53,10 +53,13 @@ class Transfer:
                 break
             if index:
                 self.object_to(packed.bucket)
-            bucket = packed.bucket
+            bucket, alone = packed.bucket, packed.cargo.alone
             self._send(bucket, packed.give(), last=is_last(self.plan, index))
-            self.reader.start(index + 1)
+            if not alone:
+                self.reader.start(index + 1)
             self._await_bucket()
+            if alone:
+                self.reader.start(index + 1)
             self.meter.confirm(bucket)
             del bucket
             packed = self.reader.finish("transfer", self.deadline)
@@ -87,9 +90,8 @@ class Transfer:
                 raise
             attempt.confirmed += 1
 
-        names = frozenset(spec.name for spec in bucket.specs)
         for member in self.fleet.members:
-            member.attempt.names |= names
+            member.attempt.names.update(spec.name for spec in bucket.specs)
         self.fleet.start(apply)
         self.group.broadcast(cargo.tensors)
 
@@ -125,8 +127,9 @@ class Transfer:
         calls = self.fleet.calls()
         end = self.deadline.at_most(_CULPRIT_SECONDS)
         errors = _errors_of(calls)
-        while all(map(is_consequence, errors)) and not all(c.done() for c in calls):
-            if end.expired():
+        while all(map(is_consequence, errors)) and not end.expired():
+            self.reader.check()  # another rank of the trainer may have begun it
+            if self.reader.alone and all(call.done() for call in calls):
                 break
             end.sleep(_WATCH_SECONDS)
             errors = _errors_of(calls)
@@ -156,6 +159,7 @@ class Transfer:
                     "every engine confirmed the bucket, but its bytes never left",
                     phase="transfer",
                 )
+            self.reader.check()  # another rank of the trainer may be the one that takes nothing
             self.deadline.sleep(pause)
             pause = min(2 * pause, 1e-3)
 

@@ -24,11 +24,12 @@ from weight_update.options import UpdateOptions, Way, check_quorum
 from weight_update.report import EngineOutcome, ProgressHook, Route, UpdateReport
 from weight_update.update.connect import leave
 from weight_update.update.fleet import Attempt, Fleet, Member, culprits
-from weight_update.update.planning import Payload, fitted_plan, planned
+from weight_update.update.planning import Payload, PlanMemory, fitted_plan, planned
 from weight_update.update.procedure import Procedure
 from weight_update.update.progress import Meter, Stopwatch
 from weight_update.update.protocols import Engine, Group
 from weight_update.update.reader import callers_stream, in_time, nobody_else
+from weight_update.update.rehearsal import Rehearsal, refuse_large
 from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import RESUME_SECONDS, release
@@ -42,7 +43,7 @@ from weight_update.weights.buckets import Plan
 from weight_update.weights.cargo import Format, Formats, Terms
 from weight_update.weights.fitting import with_dtype
 from weight_update.weights.growing_plan import GrowingPlan
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.specs import Weight
 
 _log = logging.getLogger("weight_update")
 
@@ -129,6 +130,7 @@ class Updater:
         self._wire = Wire(ways, options)
         self._num_gpus = options.num_gpus
         self._busy = threading.Lock()
+        self._planned = PlanMemory()
         self._warned: set[str] = set()
         self._clock = clock or Clock()
 
@@ -195,6 +197,27 @@ class Updater:
             self._warn(run.warnings)
             return self._report(run)
 
+    def rehearse(self, plan: Plan) -> Rehearsal:
+        """Sends harmless names to all engines of the group that :meth:`connect` made.
+
+        Raises:
+            ConfigurationError: An engine has not the memory for a request.
+            WeightUpdateError: There is no group, or a step failed; every engine was settled.
+        """
+        run = self._run(Push(Payload, _nothing))
+        fleet = Fleet(self.roster.members)
+        with self._reporting(run), self._exclusively(run.deadline), orderly_end():
+            if not self._wire.serves(fleet):
+                raise WeightUpdateError("Communication group not initialized", phase="plan")
+            refuse_large(plan, {m.url: m.engine.intake for m in fleet.members})
+            with turn(self.roster.urls, self.options.when_busy, run.deadline):
+                try:
+                    self.roster.look(fleet, run.deadline.share(0.5))
+                    return self._wire.rehearse(fleet, plan, run.deadline)
+                except BaseException:
+                    self._release(fleet, run)
+                    raise
+
     def await_return(self) -> None:
         """Waits for engines that do not answer, for half the time that an update may take."""
         deadline = Deadline(self.options.timeout / 2, self._clock)
@@ -212,7 +235,7 @@ class Updater:
         """What an update of ``weights`` would send, in which requests; asks no engine."""
         device, dtype = self._wire.device_for(weights[0].device), self.options.dtype
         sent = [weight if dtype == "engine" else with_dtype(weight, dtype) for weight in weights]
-        return planned(sent, self.options, self._formats(device, ()))
+        return planned(sent, self.options, self._formats(device, self.roster.members))
 
     def flush_cache(self) -> bool:
         """Flushes every prefix cache once; False if one was not, and the log says why."""
@@ -308,6 +331,7 @@ class Updater:
         if not self._wire.serves(fleet):
             with run.watch.running("connect"):
                 self._meet(fleet, run.payload.weights[0].device, run)
+        run.warnings += [text for text in self._wire.warnings if text not in run.warnings]
         procedure = self._procedure(fleet, run)
         try:
             procedure.run()
@@ -393,13 +417,18 @@ class Updater:
         """Chooses how weights are divided, and notes why."""
         free = [member.engine.intake.free_bytes for member in members]
         known = [size for size in free if size is not None]
-        terms = Terms(
-            self.options.bucket_bytes,
-            min(known) if known and len(known) == len(free) else None,
-            self._wire.request_seconds,
-        )
+        engine_bytes = min(known) if known and len(known) == len(free) else None
 
-        def choose(specs: Sequence[TensorSpec] | None) -> Format:
+        def choose(weights: Sequence[Weight] | None) -> Format:
+            terms = Terms(
+                self.options.bucket_bytes,
+                engine_bytes,
+                self._wire.request_seconds,
+                in_place=device.type == "cuda"
+                and all(w.device == device and w.at_hand for w in weights or ()),
+                ranks=max((member.ranks for member in members), default=1),
+            )
+            specs = None if weights is None else [weight.spec for weight in weights]
             chosen = self._wire.packer_for(device).format(specs, terms)
             if run is not None:
                 run.format = chosen
@@ -435,7 +464,9 @@ class Updater:
 
         def plan(stream: AbstractContextManager[object]) -> Plan | GrowingPlan:
             with stream:
-                return fitted_plan(run.payload, intakes, known, self.options, format_of)
+                return fitted_plan(
+                    run.payload, intakes, known, self.options, format_of, self._planned
+                )
 
         planning = spawn(plan, callers_stream())  # to check the values reads them all
         deadline = run.deadline.share(_PLANNING_SHARE)

@@ -12,8 +12,9 @@ import hashlib
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 
 import torch
 
@@ -45,6 +46,42 @@ _reading = threading.Lock()
 _NOT_READ_BACK = re.compile(r"rotary_emb\.|\.[kv]_proj\.")
 # What an engine may keep a sent value as; read back, it is one of these, exactly.
 _KEPT_AS = (torch.float32, torch.bfloat16, torch.float16)
+
+_Place = tuple[str, Part, str | None]
+"""A part of a weight, and the dtype that it is kept in."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What was sent, each weight read once however many engines are compared with it.
+
+    Attributes:
+        weights: By name, in the order in which they were sent.
+    """
+
+    weights: Mapping[str, Weight]
+    _digests: dict[_Place, str] = field(default_factory=dict)
+    _rows: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def digests(self, asked: Collection[_Place]) -> Mapping[_Place, str]:
+        """Digests of parts of weights, each in a dtype that an engine keeps."""
+        with _reading:
+            lacking: dict[str, list[_Place]] = {}
+            for place in asked:
+                if place not in self._digests:
+                    lacking.setdefault(place[0], []).append(place)
+            with closing(read_in_turn([self.weights[name] for name in lacking])) as values:
+                for value, places in zip(values, lacking.values(), strict=True):
+                    self._digests.update({each: digest_of(value, *each[1:]) for each in places})
+            return self._digests
+
+    def first_row(self, name: str) -> torch.Tensor:
+        """The first row of a weight."""
+        with _reading:
+            if name not in self._rows:
+                (value,) = read_in_turn([self.weights[name]])
+                self._rows[name] = _first_row(value).clone()
+            return self._rows[name]
 
 
 def weights_of(plan: Plan | GrowingPlan) -> dict[str, Weight]:
@@ -200,7 +237,7 @@ def verify_fleet(
     Raises:
         WeightMismatchError: Engines hold something else; the suspicion of each is noted.
     """
-    weights = weights_of(plan)
+    sent = Sent(weights_of(plan))
     digests: dict[str, Digests] = {}
 
     def look(member: Member, attempt: Attempt) -> None:
@@ -208,7 +245,7 @@ def verify_fleet(
         answer = _digests(member, verify, deadline) if wanted else None
         if answer is not None:
             digests[member.url] = answer
-        attempt.verified = _proof(member, answer, weights, verify, deadline)
+        attempt.verified = _proof(member, answer, sent, verify, deadline)
 
     fleet.each("verify", look, deadline)
     odd = _odd_twins(fleet, digests)
@@ -222,27 +259,29 @@ def prove(member: Member, plan: Plan | GrowingPlan, verify: Verify, deadline: De
     Raises:
         WeightMismatchError: It holds something else.
     """
-    weights = weights_of(plan)
+    sent = Sent(weights_of(plan))
     answer = _digests(member, "auto", deadline) if member.describes else None
-    member.attempt.verified = _proof(member, answer, weights, verify, deadline)
+    member.attempt.verified = _proof(member, answer, sent, verify, deadline)
 
 
 def _proof(
     member: Member,
     digests: Digests | None,
-    weights: Mapping[str, Weight],
+    sent: Sent,
     verify: Verify,
     deadline: Deadline,
 ) -> Verification:
     """How one engine proves by itself what it holds."""
-    differing = _differing(digests, weights) if digests is not None else []
-    sampled = verify in ("auto", "sample") and not differing
-    wanted = verify == "sample"
-    sample = _sample(member, weights, deadline, wanted=wanted) if sampled else None
+    places = _places(digests, sent) if digests is not None else {}
+    differing = _differing(places, sent)
+    # A sample of what was compared whole would show nothing more.
+    told = verify == "auto" and places.keys() >= sent.weights.keys()
+    sampled = verify in ("auto", "sample") and not differing and not told
+    sample = _sample(member, sent, deadline, wanted=verify == "sample") if sampled else None
     wrong = differing or (sample or [])
     if wrong:
         raise _mismatch({member: wrong})
-    if weights and digests is not None and digests.parts is not None:
+    if sent.weights and digests is not None and digests.parts is not None:
         return "checksum"
     return "unverified" if sample is None else "sample"
 
@@ -261,27 +300,22 @@ def _digests(member: Member, verify: Verify, deadline: Deadline) -> Digests | No
         return None
 
 
-def _sample(
-    member: Member, weights: Mapping[str, Weight], deadline: Deadline, *, wanted: bool
-) -> list[str] | None:
-    """Reads some weights back: those that differ, or None where none can be read."""
+def _sample(member: Member, sent: Sent, deadline: Deadline, *, wanted: bool) -> list[str] | None:
+    """Reads some weights back: those that differ, or None where none can be read.
+
+    One after the other: older SGLang fails when two requests of one kind wait in it.
+    """
     read = {}
-    for name in sample_of(list(weights)):
+    for name in sample_of(list(sent.weights)):
         try:
             read[name] = member.engine.first_values(name, deadline)
         except EngineRejected:
             if wanted:
                 raise
     told = {name: values for name, values in read.items() if values is not None}
-    return (
-        [n for n, values in told.items() if not holds(_read(weights[n]), values)] if told else None
-    )
-
-
-def _read(weight: Weight) -> torch.Tensor:
-    with _reading:
-        (value,) = read_in_turn([weight])
-        return value
+    if not told:
+        return None
+    return [name for name, values in told.items() if not holds(sent.first_row(name), values)]
 
 
 def holds(sent: torch.Tensor, values: Sequence[float]) -> bool:
@@ -295,32 +329,37 @@ def holds(sent: torch.Tensor, values: Sequence[float]) -> bool:
     """
     if sent.numel() == 0:
         return True
-    row = sent.reshape(-1) if sent.dim() < 2 else sent[0].reshape(-1)
-    row = row[: len(values)].cpu()
+    row = _first_row(sent)[: len(values)].cpu()
     got = torch.tensor(values, dtype=torch.float32)
     kept = (row.to(dtype).float() for dtype in _KEPT_AS)
     return any(each.shape == got.shape and _equal(each, got) for each in kept)
+
+
+def _first_row(value: torch.Tensor) -> torch.Tensor:
+    whole = value.dim() < 2 or value.numel() == 0
+    return value.reshape(-1) if whole else value[0].reshape(-1)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _differing(digests: Digests, weights: Mapping[str, Weight]) -> list[str]:
-    """Weights whose digests are not those of what was sent; each is read once."""
-    places: dict[str, list[tuple[str | None, Part]]] = {}
+def _places(digests: Digests, sent: Sent) -> dict[str, list[tuple[_Place, str | None]]]:
+    """By name of a weight that was sent, its parts on all ranks and their digests."""
+    places: dict[str, list[tuple[_Place, str | None]]] = {}
     for held, parts in zip(digests.ranks, digests.parts or (), strict=False):
         for name, part in parts.items():
-            places.setdefault(name, []).append((held.get(name), part))
-    told = [name for name in weights if name in places]
-    with _reading, closing(read_in_turn([weights[name] for name in told])) as values:
-        return sorted(name for name in told if _differs(next(values), places[name], digests.dtype))
+            if name in sent.weights:
+                place = (name, part, digests.dtype)
+                places.setdefault(name, []).append((place, held.get(name)))
+    return places
 
 
-def _differs(
-    value: torch.Tensor, places: Sequence[tuple[str | None, Part]], dtype: str | None
-) -> bool:
-    return any(held != digest_of(value, part, dtype) for held, part in places)
+def _differing(places: Mapping[str, Sequence[tuple[_Place, str | None]]], sent: Sent) -> list[str]:
+    """Weights whose digests are not those of what was sent."""
+    told = [name for name in sent.weights if name in places]
+    expected = sent.digests([place for name in told for place, _ in places[name]])
+    return sorted(n for n in told if any(held != expected[place] for place, held in places[n]))
 
 
 def digest_of(value: torch.Tensor, part: Part, dtype: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,19 @@ class Bucket:
     def specs(self) -> tuple[TensorSpec, ...]:
         """What the request announces, in wire order."""
         return tuple(weight.spec for weight in self.weights)
+
+    @cached_property
+    def announcement(self) -> str:
+        """Names, dtypes and full shapes in wire order, as JSON; encoded once for all engines.
+
+        Example:
+            >>> Bucket(()).announcement
+            '{"names": [], "dtypes": [], "shapes": []}'
+        """
+        names = [spec.name for spec in self.specs]
+        dtypes = [spec.dtype_name for spec in self.specs]
+        shapes = [spec.shape for spec in self.specs]
+        return json.dumps({"names": names, "dtypes": dtypes, "shapes": shapes})
 
     @cached_property
     def nbytes(self) -> int:

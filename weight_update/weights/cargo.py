@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from weight_update.weights.specs import TensorSpec
+from weight_update.weights.specs import TensorSpec, Weight
 
 Packs = Callable[[TensorSpec], bool]
 
@@ -22,11 +22,13 @@ class SharedMemory:
         opening: What torch needs to open it: the arguments of its rebuild function that concern
             the storage, in torch's order.
         nbytes: Its size.
+        keeper: What it lives as long as; a request that tells of it holds this until its answer.
     """
 
     device: str
     opening: tuple[object, ...]
     nbytes: int
+    keeper: object = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,13 @@ class Cargo:
         tensors: What the group broadcasts, in order.
         shared: What engines open: one flat buffer, or a tensor a weight, in wire order.
         folder: Where engines read files.
+        alone: The next bucket has no other room: it is packed once this one arrived.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     shared: tuple[SharedTensor, ...] = ()
     folder: Path | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,15 @@ class Terms:
         engine_bytes: Memory that every engine has free for an update; None when one does not say.
         request_seconds: What an update request costs whatever its size; None before one was
             measured.
+        in_place: Every value is there already, as it is sent and where it is sent from.
+        ranks: Most tensor parallel ranks that one engine has.
     """
 
     bucket_bytes: int | None = None
     engine_bytes: int | None = None
     request_seconds: float | None = None
+    in_place: bool = False
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,5 +100,5 @@ class Format:
     reason: str = ""
 
 
-Formats = Callable[[Sequence[TensorSpec] | None], Format]
-"""Chooses the format for tensors; of a stream, they are not known (None)."""
+Formats = Callable[[Sequence[Weight] | None], Format]
+"""Chooses the format for weights; of a stream, they are not known (None)."""

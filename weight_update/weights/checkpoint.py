@@ -21,7 +21,7 @@ from weight_update.weights.specs import TensorSpec, Weight
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -169,13 +169,13 @@ def _weights_of(path: Path, reader: _Reader) -> Iterator[Weight]:
 
 def _spec(path: Path, name: str, entry: Any) -> TensorSpec:
     stored = entry.get_dtype()
-    if stored not in _DTYPES:
+    if stored not in DTYPES:
         raise ConfigurationError(
             f"{path}: weight {name!r} is stored as {stored}, which cannot be sent",
             phase="plan",
             remedy="dequantise the model, and save it again",
         )
-    return TensorSpec(name, _DTYPES[stored], tuple(entry.get_shape()))
+    return TensorSpec(name, DTYPES[stored], tuple(entry.get_shape()))
 
 
 def _open(path: Path, phase: Phase) -> Any:

@@ -214,9 +214,14 @@ def _from_module(module: nn.Module) -> Iterator[Weight]:
         return as_checkpoint(wrapped_weights(module), module)
     base = adapter_model(module)
     if base is not None:
-        return as_checkpoint(_from_entries(merged_tensors(base)), base)
+        return as_checkpoint(merged_weights(base), base)
     plain = merged_copy(module)
     return as_checkpoint(from_state_dict(state_of(plain)), plain)
+
+
+def merged_weights(base: nn.Module) -> Iterator[Weight]:
+    """The weights of a model with adapters, from what :func:`adapter_model` gives."""
+    return _from_entries(merged_tensors(base))
 
 
 def from_state_dict(state: Mapping[str, Any]) -> Iterator[Weight]:

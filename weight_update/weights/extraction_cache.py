@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weight_update.errors import WeightMismatchError
 from weight_update.weights.extract import extract_weights, from_state_dict
 from weight_update.weights.families.convert import Converter
+from weight_update.weights.lora.known import KnownAdapted, known_adapted
 from weight_update.weights.lora.merge import is_plain, merges_itself
 from weight_update.weights.names import bare_name, unwrap
+from weight_update.weights.owned import Owned, owned
 from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.shards.wrapped import is_wrapped
-from weight_update.weights.specs import Weight
+from weight_update.weights.specs import Lasting, Weight
 from weight_update.weights.state import state_of
 
 
@@ -25,9 +26,10 @@ class ExtractionCache:
     """Extracts weights, and remembers what it found out about the last module.
 
     A module whose ``state_dict`` has the same names, dtypes, shapes and places in memory as
-    before costs one walk over it. No tensor of a module is referred to between updates: a trainer
-    may replace, swap and free its tensors as if nobody had looked at them. Models with adapters,
-    sharded ones and mappings are extracted anew each time.
+    before costs one walk over it, and so does one with LoRA adapters that are active, scaled and
+    merged as before. No tensor of a module is referred to between updates: a trainer may replace,
+    swap and free its tensors as if nobody had looked at them. Models with other adapters, sharded
+    ones and mappings are extracted anew each time.
 
     Example:
         >>> cache = ExtractionCache()
@@ -36,7 +38,7 @@ class ExtractionCache:
     """
 
     def __init__(self) -> None:
-        self._known: _Known | None = None
+        self._known: _Known | KnownAdapted | None = None
         self._seen: Callable[[], nn.Module | None] = _nothing
 
     def extract(self, source: Any) -> tuple[Weight, ...]:
@@ -50,7 +52,7 @@ class ExtractionCache:
         # What is first sent holds its tensors, so that a model that nobody keeps can be sent.
         return extract_weights(module) if known is None else known.weights
 
-    def _known_again(self, module: nn.Module) -> _Known | None:
+    def _known_again(self, module: nn.Module) -> _Known | KnownAdapted | None:
         """What is remembered of a module that comes again.
 
         Of one that comes for the first time it is nothing: it may be the last, and 20,000 tensors
@@ -58,37 +60,13 @@ class ExtractionCache:
         """
         again = self._seen() is module
         self._seen = weakref.ref(module)
-        found = _known(module) if again else None
+        found = (_known(module) or known_adapted(module)) if again else None
         self._known = found if found is not None and found.holds_for(module) else None
         return self._known
 
 
 def _nothing() -> None:
     """Nothing was extracted yet."""
-
-
-class _Owned:
-    """A tensor, by the module that owns it.
-
-    No tensor is referred to, not even weakly: ``torch.utils.swap_tensors`` refuses that.
-    """
-
-    __slots__ = ("key", "owner")
-
-    def __init__(self, owner: nn.Module, key: str) -> None:
-        self.owner = weakref.ref(owner)
-        self.key = key
-
-    def read(self) -> torch.Tensor:
-        owner = self.owner()
-        if owner is None:
-            raise WeightMismatchError(f"the module that owned {self.key!r} is gone", phase="plan")
-        tensor: Any = owner.__getattr__(self.key)  # as the model was looked at
-        value: torch.Tensor = tensor.detach()
-        return value
-
-    def rows(self, first: int, end: int) -> torch.Tensor:
-        return self.read()[first:end]
 
 
 class _Entry(NamedTuple):
@@ -153,13 +131,13 @@ def _known(module: nn.Module) -> _Known | None:
     if is_wrapped(module) or not is_plain(module):
         return None
     state = state_of(module)
-    owned = {bare_name(name): own for name in state if (own := _owned(module, name))}
-    if not state or len(owned) < len(state) or not all(map(_is_ordinary, state.values())):
+    owners = {bare_name(name): own for name in state if (own := owned(module, name))}
+    if not state or len(owners) < len(state) or not all(map(_is_ordinary, state.values())):
         return None
-    entries = tuple(_entry(*pair) for pair in zip(owned.values(), state.values(), strict=True))
+    entries = tuple(_entry(*pair) for pair in zip(owners.values(), state.values(), strict=True))
     convert = Converter(module, hold=False)  # all values are views
-    weights = (_by_owner(weight, owned[weight.spec.name]) for weight in from_state_dict(state))
-    sent = tuple(part for weight in weights for part in convert(weight))
+    weights = (_by_owner(weight, owners[weight.spec.name]) for weight in from_state_dict(state))
+    sent = Lasting(part for weight in weights for part in convert(weight))
     return _Known(weakref.ref(module), tuple(state), entries, sent)
 
 
@@ -167,21 +145,13 @@ def _is_ordinary(value: Any) -> bool:
     return type(value) in _ORDINARY and not is_shard(value)
 
 
-def _entry(owned: _Owned, value: torch.Tensor) -> _Entry:
+def _entry(own: Owned, value: torch.Tensor) -> _Entry:
     place = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
-    return _Entry(owned.owner, owned.key, type(value), *place)
+    return _Entry(own.owner, own.key, type(value), *place)
 
 
-def _by_owner(weight: Weight, owned: _Owned) -> Weight:
-    return replace(weight, read=owned.read, rows=owned.rows if weight.spec.shape else None)
-
-
-def _owned(module: nn.Module, name: str) -> _Owned | None:
-    *path, key = name.split(".")
-    owner: Any = module
-    for child in path:
-        owner = getattr(owner, child, None)
-    return _Owned(owner, key) if isinstance(owner, nn.Module) else None
+def _by_owner(weight: Weight, own: Owned) -> Weight:
+    return replace(weight, read=own.read, rows=own.rows if weight.spec.shape else None)
 
 
 # Of these, place in memory and strides tell all; a sub-class may hold what they do not show.

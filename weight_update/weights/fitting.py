@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -149,9 +150,16 @@ def with_dtype(weight: Weight, dtype: torch.dtype | None) -> Weight:
     if spec.name.endswith(fp8.SCALE):
         return weight
     cast = weight.derived(TensorSpec(spec.name, dtype, spec.shape), lambda: weight.read().to(dtype))
+    cast = replace(cast, into=partial(_cast_into, weight.read))
     if rows is None:
         return cast
     return replace(cast, rows=lambda first, end: rows(first, end).to(dtype))
+
+
+@torch.no_grad()
+def _cast_into(read: Callable[[], torch.Tensor], place: torch.Tensor) -> torch.Tensor:
+    value = read()
+    return place.copy_(value) if value.shape == place.shape else value.to(place.dtype)
 
 
 def check_finite(weights: Sequence[Weight]) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from itertools import repeat
 
 import torch
 
 from weight_update.weights.specs import Weight
 
 
-def read_in_turn(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
+def read_in_turn(
+    weights: Sequence[Weight], places: Iterable[torch.Tensor | None] = repeat(None)
+) -> Generator[torch.Tensor]:
     """The values of some weights, in order, each read when it is asked for.
 
     The other ranks of a sharded trainer are told of all of them at once. Close the iterator if
     its end is not reached: what was announced is read all the same, or the others would wait.
     After a read that failed nothing is: no order is left that all could keep.
+
+    Args:
+        weights: What is read.
+        places: Where a value will be copied to, for each of them that has such a place: those that
+            can be made there come there at once.
 
     Example:
         >>> from weight_update.weights.extract import extract_weights
@@ -27,8 +35,8 @@ def read_in_turn(weights: Sequence[Weight]) -> Generator[torch.Tensor]:
         turns[0].announce([turn.index for turn in turns])
     waiting = iter(weights)
     try:
-        for weight in waiting:
-            yield weight.read()
+        for weight, place in zip(waiting, places, strict=False):
+            yield weight.read() if place is None or weight.into is None else weight.into(place)
     except GeneratorExit:
         for weight in waiting:
             if weight.turn is not None:

@@ -8,6 +8,8 @@ from math import prod
 
 import torch
 
+from weight_update.weights.owned import Owned
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -62,6 +64,9 @@ class Weight:
             or cast weights exist one at a time and never as a second model.
         rows: Returns some rows of the first dimension (first, last + 1), where that costs less
             than to read them all; None elsewhere.
+        into: Reads it into a contiguous place of its dtype and shape, and returns that, where this
+            costs less than to read it and copy; None elsewhere. It returns the value in another
+            place if that one does not fit.
         collective: All ranks of the trainer must read it together.
         turn: How they are told to, on the rank that leads; None on all others.
         ranks: Which ranks those are, of the trainer's default group; empty for all.
@@ -74,7 +79,29 @@ class Weight:
     collective: bool = False
     turn: Turn | None = None
     ranks: tuple[int, ...] = ()
+    into: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the value is there already, contiguous, so that reading it makes nothing.
+
+        Example:
+            >>> tensor = torch.zeros(2, 3)
+            >>> spec = TensorSpec("w", tensor.dtype, (2, 3))
+            >>> Weight(spec, tensor.device, tensor.detach).at_hand
+            True
+            >>> Weight(spec, tensor.device, lambda: tensor + 1).at_hand
+            False
+        """
+        value = getattr(self.read, "__self__", None)
+        if isinstance(value, Owned):  # of a model that was extracted before
+            return value.is_contiguous
+        return isinstance(value, torch.Tensor) and value.is_contiguous()
 
     def derived(self, spec: TensorSpec, read: Callable[[], torch.Tensor]) -> Weight:
         """Another weight whose value is made from this one's; it is read in the same turn."""
         return Weight(spec, self.device, read, None, self.collective, self.turn, self.ranks)
+
+
+class Lasting(tuple[Weight, ...]):
+    """Weights of which none holds a tensor: they, and what is made of them, may be remembered."""

@@ -1,4 +1,4 @@
-"""What reading a LoRA model costs: merged layer by layer, beside a merged copy of the model."""
+"""What reading a LoRA model costs, beside a merged copy of it, and beside a model without LoRA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weight_update.bench.rows import Pair, Row
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from weight_update.weights.cargo import Cargo, Terms
-from weight_update.weights.extract import extract_weights
+from weight_update.weights.extraction_cache import ExtractionCache
 
 _AIM = 1 / 3
 _RANK = 16
@@ -77,7 +77,7 @@ def lora_rows(
     shape: LoraShape | None = None,
     bucket_bytes: int | None = None,
 ) -> Iterator[Row]:
-    """Reads all merged weights bucket by bucket, and, as TorchRL does, from a merged copy.
+    """Reads all merged weights bucket by bucket; as TorchRL does, from a merged copy; and the base.
 
     Args:
         device: Where the model is.
@@ -89,34 +89,54 @@ def lora_rows(
     shape = shape or (EIGHT_BILLION if device.type == "cuda" else HALF_A_BILLION)
     size = bucket_bytes or DEFAULT_BUCKET_BYTES[device.type]
     model = shape.build(device)
-    ours, theirs = _settled(_Reader(model, device, size), device), _settled(_Copier(model), device)
+    base = _without_adapters(model)
+    ours, plain, theirs = (
+        _settled(call, device)
+        for call in (_Reader(model, device, size), _Reader(base, device, size), _Copier(model))
+    )
     extra, their_extra = (_extra_memory(call, device) for call in (ours, theirs))
-    pairs = [Pair(timed(ours), timed(theirs)) for _ in range(rounds)]
+    ours()  # from now on the model is known
+    rounds_of_three = [(timed(ours), timed(plain), timed(theirs)) for _ in range(rounds)]
     settings = asdict(shape) | {"device": str(device), "bucket_bytes": size, "rounds": rounds}
-    sizes = [parameter.nbytes for parameter in model.get_base_model().parameters()]
-    yield Row(
+    sizes = [tensor.nbytes for tensor in base.values()]
+    job = (
         f"LoRA r={_RANK} on {sum(p.numel() for p in model.parameters()) / 1e9:.1f}B parameters, "
-        "merged and packed",
+        "merged and packed"
+    )
+    yield Row(
+        job,
         "TorchRL's copy and merge",
-        pairs,
+        [Pair(mine, copied) for mine, _, copied in rounds_of_three],
         aim=_AIM,
         extra_memory_bytes=extra,
         allowed_memory_bytes=2 * min(size, sum(sizes)) + max(sizes),
         identity={**identity, "settings": settings, "copy_memory_bytes": their_extra},
     )
+    yield Row(
+        job,
+        "the base packed",
+        [Pair(mine, unmerged) for mine, unmerged, _ in rounds_of_three],
+        identity={**identity, "settings": settings},
+    )
+
+
+def _without_adapters(model: Any) -> dict[str, torch.Tensor]:
+    named = model.get_base_model().named_parameters()
+    return {name: tensor for name, tensor in named if ".lora_" not in name}
 
 
 class _Reader:
     """Extracts, plans and packs; one bucket is held while the next is packed, as on the wire."""
 
-    def __init__(self, model: Any, device: torch.device, bucket_bytes: int) -> None:
-        self._model = model
+    def __init__(self, source: Any, device: torch.device, bucket_bytes: int) -> None:
+        self._source = source
         self._size = bucket_bytes
         self._packer = BucketPacker(device)
+        self._cache = ExtractionCache()
 
     def __call__(self) -> None:
         packs = self._packer.format(None, Terms()).packs
-        plan = plan_buckets(extract_weights(self._model), self._size, packs, even=True)
+        plan = plan_buckets(self._cache.extract(self._source), self._size, packs, even=True)
         self._packer.reserve(plan)
         travelling = Cargo()
         for bucket in plan.buckets:

@@ -13,8 +13,14 @@ the same order. So the leader says what is read next, and the others read exactl
 
 Nothing of this is a collective. Who waits for a slow engine waits for a message, by a deadline
 of its own, and no time-out of the training group runs meanwhile.
+
+The ranks of the leader's host may also take part in its group, so that all their network cards
+carry bytes: ``relays.py`` is the leader's side of that, ``relay.py`` the others'.
 """
 
 from weight_update.update.crew.crew import Crew
+from weight_update.update.crew.duty import Relaying
+from weight_update.update.crew.relay import Relay
+from weight_update.update.crew.relays import Relays
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "Relay", "Relaying", "Relays"]

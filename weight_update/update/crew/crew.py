@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from weight_update.errors import ConfigurationError
 from weight_update.report import UpdateReport
-from weight_update.update.crew.duty import Duty
+from weight_update.update.crew.duty import Duty, Relaying
 from weight_update.update.crew.follower import Follower
 from weight_update.update.crew.leader import Leader, Update
 from weight_update.update.crew.messages import Channel
@@ -28,6 +28,7 @@ class Crew:
         channel: Messages between them.
         weights: What this rank extracted; the same on all.
         trouble: Why it could not.
+        relaying: What it takes to be in the leader's group, if they are to be.
     """
 
     def __init__(
@@ -36,31 +37,44 @@ class Crew:
         channel: Channel,
         weights: Sequence[Weight],
         trouble: Exception | None = None,
+        relaying: Relaying | None = None,
     ) -> None:
-        self._duty = Duty(tuple(sorted(ranks)), channel, weights, trouble)
+        ordered = tuple(sorted(ranks))
+        self._duty = Duty(ordered, channel, weights, trouble, relaying=relaying)
         self._leader = Leader(self._duty)
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], open_channel: OpenChannel) -> Crew | None:
+    def of(
+        cls,
+        weights: Sequence[Weight],
+        open_channel: OpenChannel,
+        relaying: Relaying | None = None,
+    ) -> Crew | None:
         """The crew that reads ``weights``; None where this rank can read all by itself.
 
         Args:
             weights: What this rank extracted.
             open_channel: Opens the channel, or returns None where there is but one rank.
+            relaying: Has every rank take part, also of what nobody has to read together.
 
         Raises:
             ConfigurationError: This rank holds no part of them.
         """
         together = [weight for weight in weights if weight.collective]
-        channel = open_channel() if together else None
+        channel = open_channel() if together or relaying else None
         if channel is None:
             return None
         everybody = range(channel.ranks)
-        return cls._among({r for w in together for r in w.ranks or everybody}, channel, weights)
+        readers = {rank for weight in together for rank in weight.ranks or everybody}
+        return cls._among(readers or set(everybody), channel, weights, relaying=relaying)
 
     @classmethod
     def without_weights(
-        cls, ranks: Collection[int], trouble: Exception, open_channel: OpenChannel
+        cls,
+        ranks: Collection[int],
+        trouble: Exception,
+        open_channel: OpenChannel,
+        relaying: Relaying | None = None,
     ) -> Crew | None:
         """The crew of a rank that could not extract what the others wait to read with it.
 
@@ -68,9 +82,10 @@ class Crew:
             ranks: Who takes part; none if nothing is read together.
             trouble: What went wrong; all of them will raise it.
             open_channel: As in :meth:`of`.
+            relaying: As in :meth:`of`.
         """
         channel = open_channel() if ranks else None
-        return None if channel is None else cls._among(set(ranks), channel, (), trouble)
+        return None if channel is None else cls._among(set(ranks), channel, (), trouble, relaying)
 
     @classmethod
     def _among(
@@ -79,6 +94,7 @@ class Crew:
         channel: Channel,
         weights: Sequence[Weight],
         trouble: Exception | None = None,
+        relaying: Relaying | None = None,
     ) -> Crew | None:
         if channel.rank not in ranks:
             raise ConfigurationError(
@@ -87,7 +103,7 @@ class Crew:
                 phase="plan",
                 remedy="call update_weights() on those ranks only",
             )
-        return None if len(ranks) == 1 else cls(ranks, channel, weights, trouble)
+        return None if len(ranks) == 1 else cls(ranks, channel, weights, trouble, relaying)
 
     @property
     def leads(self) -> bool:

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 from weight_update.errors import UpdateTimeout
 from weight_update.update.crew.messages import Channel, stuck
 from weight_update.update.crew.reads import Reads
+from weight_update.update.crew.relay import Relay
+from weight_update.update.crew.relays import Relays
 from weight_update.waiting import Deadline
 from weight_update.weights.shards.held import let_go
 from weight_update.weights.specs import Weight
@@ -35,6 +37,19 @@ class Station:
     litter: dict[tuple[int, ...], list[str]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Relaying:
+    """What a rank needs that is in the group of the rank that leads, or leads itself.
+
+    Attributes:
+        relay: Its end of the other's group.
+        relays: The others in its own.
+    """
+
+    relay: Relay
+    relays: Relays
+
+
 _stations: WeakKeyDictionary[Any, Station] = WeakKeyDictionary()
 
 
@@ -51,6 +66,7 @@ class Duty:
         reads: What was announced and is not read yet.
         entered: Whether the station is this update's.
         engines: What this rank would update, were it to lead.
+        relaying: What it needs to take part in the group; None where the leader is alone in it.
     """
 
     ranks: tuple[int, ...]
@@ -61,6 +77,7 @@ class Duty:
     reads: Reads = field(default_factory=Reads)
     entered: bool = False
     engines: tuple[str, ...] = ()
+    relaying: Relaying | None = None
 
     def __post_init__(self) -> None:
         self.station = _stations.setdefault(self.channel, Station())

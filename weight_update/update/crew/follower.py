@@ -8,6 +8,8 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+import torch
+
 from weight_update.errors import UpdateTimeout, WeightUpdateError
 from weight_update.report import UpdateReport, error_from_dict
 from weight_update.update.crew import messages
@@ -15,6 +17,9 @@ from weight_update.update.crew.digests import digests
 from weight_update.update.crew.duty import LET_GO_SECONDS, Duty
 from weight_update.update.crew.reads import ReadingAlong
 from weight_update.waiting import Deadline
+
+# The first bucket waits until all know of it.
+_RELAY_POLL_SECONDS = 0.002
 
 
 class Follower:
@@ -30,6 +35,10 @@ class Follower:
         self._reading = ReadingAlong(duty.weights, duty.reads)
         self._attempt = ""
         self._complained = False
+        self._relay = None if duty.relaying is None else duty.relaying.relay
+        group = "" if self._relay is None else self._relay.group
+        self._relay_told: tuple[str, BaseException | None] = (group, None)
+        self._kept, self._patience = "", LET_GO_SECONDS
 
     def follow(self) -> UpdateReport:
         """Reads what is announced, until the leader says how it ended.
@@ -50,15 +59,24 @@ class Follower:
         except (KeyboardInterrupt, SystemExit) as interrupt:
             self._desert(interrupt)
             raise
+        finally:
+            if self._relay is not None:
+                self._relay.settle(self._kept, self._patience)
 
     def _report_for_duty(self) -> str:
         """Says that this rank is ready, or why it is not."""
         duty, token = self._duty, uuid.uuid4().hex
         trouble = None if duty.trouble is None else messages.plain(duty.trouble, "plan")
         ready = {"token": token, "digests": digests(duty.weights), "error": trouble}
-        ready |= {"engines": list(duty.engines)}
+        ready |= {"engines": list(duty.engines), "relay": self._card()}
         self._channel.post(messages.ready_key(duty.rank), ready)
         return token
+
+    def _card(self) -> dict[str, Any] | None:
+        """What the leader must know to have this rank in its group."""
+        if self._relay is None:
+            return None
+        return {"place": self._channel.place, "group": self._relay.group}
 
     def _listen(self, token: str) -> None:
         """Waits until the leader has taken note, and learns where it speaks."""
@@ -76,21 +94,49 @@ class Follower:
     def _obey(self) -> UpdateReport:
         for number in count():
             message = self._await(messages.said_key(self._attempt, number))
-            if "read" not in message:
+            if "report" in message or "error" in message:
                 break
-            self._reading.then(message["read"])
+            self._do(message)
         return self._end(message)
 
+    def _do(self, message: Mapping[str, Any]) -> None:
+        relay = self._relay
+        if "read" in message:
+            self._reading.then(message["read"])
+        elif relay is None:
+            return
+        elif "join" in message and self._duty.rank in message["join"]["ranks"]:
+            told = message["join"]
+            relay.join(
+                told, 1 + told["ranks"].index(self._duty.rank), self._device(told["backend"])
+            )
+        elif "take" in message:
+            relay.take(message["take"], message["group"])
+        elif message.get("drop") == relay.group:
+            relay.drop()
+
+    def _device(self, backend: str) -> torch.device | None:
+        """Where broadcasts are taken to; the model's GPU is this rank's, if it is on one."""
+        if backend != "nccl":
+            return torch.device("cpu")
+        found = (w.device for w in self._duty.weights if w.device.type == "cuda")
+        cuda: Any = torch.cuda
+        if not cuda.is_available():
+            return None
+        return next(found, None) or torch.device("cuda", cuda.current_device())
+
     def _end(self, message: Mapping[str, Any]) -> UpdateReport:
+        self._kept = message["group"]
         heard = messages.heard_key(self._attempt, self._duty.rank)
         if "error" in message:
             self._channel.post(heard, {})
             self._duty.reads.idle(LET_GO_SECONDS)
-            cause = self._duty.trouble or self._reading.error()
+            cause = self._duty.trouble or self._reading.error() or self._relay_told[1]
             raise error_from_dict(message["error"]) from cause
         if not self._duty.reads.idle(self._duty.deadline.remaining()):
             raise messages.stuck(self._duty.rank)
         self._channel.post(heard, {})
+        self._patience = self._duty.deadline.remaining()
         return UpdateReport.from_dict(message["report"])
 
     def _desert(self, interrupt: BaseException) -> None:
@@ -113,11 +159,13 @@ class Follower:
 
     def _seen(self, key: str, deadline: Deadline) -> dict[str, Any] | None:
         """The message under a key as soon as it is there; None at the deadline."""
-        for pause in messages.pauses():
+        relays = self._relay is not None
+        for pause in messages.pauses(_RELAY_POLL_SECONDS if relays else messages.LAST_POLL_SECONDS):
             message = self._channel.peek(key)
             if message is not None or deadline.expired():
                 return message
             self._look_after_reads()
+            self._look_after_relay()
             deadline.sleep(pause)
         return None
 
@@ -126,6 +174,19 @@ class Follower:
         if error is not None and not self._complained:
             self._complained = True
             self._complain(error)
+
+    def _look_after_relay(self) -> None:
+        """Says when this rank has joined the group, and when it fails there."""
+        relay = self._relay
+        if relay is None or not self._attempt:
+            return
+        error = relay.error()
+        now = (relay.group, error)
+        if now != self._relay_told and (error is not None or relay.joined):
+            self._relay_told = now
+            told = None if error is None else messages.plain(error, "transfer")
+            key = messages.relay_key(self._attempt, self._duty.rank)
+            self._channel.post(key, {"group": relay.group, "error": told})
 
     def _complain(self, error: BaseException) -> None:
         fault = {"rank": self._duty.rank, "error": messages.plain(error, "transfer")}

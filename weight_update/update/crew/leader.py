@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from weight_update.report import UpdateReport
 from weight_update.update.crew import messages
 from weight_update.update.crew.digests import differs_from
 from weight_update.update.crew.duty import LET_GO_SECONDS, Duty
+from weight_update.update.crew.messages import Neighbour
+from weight_update.waiting import Deadline
 from weight_update.weights.specs import Turn, Weight
 
 Update = Callable[[], UpdateReport]
@@ -35,8 +38,10 @@ class Leader:
         self._duty = duty
         self._channel = duty.channel
         self._others = duty.ranks[1:]
+        self._relays = None if duty.relaying is None else duty.relaying.relays
         self._attempt = uuid.uuid4().hex
         self._said = 0
+        self._saying = threading.Lock()
         self._present: set[int] = set()
         self._over = False
 
@@ -48,11 +53,13 @@ class Leader:
         """
         try:
             report = self._updated(update)
-            self._say({"report": report.to_dict()})
+            self._end({"report": report.to_dict()})
             self._await_hearing()
             return report
         finally:
             self._over = True
+            if self._relays is not None:
+                self._relays.leave()
 
     def lead(self) -> tuple[Weight, ...]:
         """Waits until every rank is ready, and returns the weights, which then are read together.
@@ -70,14 +77,55 @@ class Leader:
         self._sweep()
         for rank, message in sorted(ready.items()):
             self._inspect(rank, message)
+        self._meet_relays(ready)
         duty.await_earlier_reads()
         return tuple(self._in_turn(index, weight) for index, weight in enumerate(duty.weights))
 
     def check(self) -> None:
-        """Raises the error of another rank whose read failed."""
+        """Raises the error of another rank whose read failed, or that left the group."""
+        if self._relays is not None:
+            self._relays.check()
         fault = self._channel.peek(messages.fault_key(self._attempt))
         if fault is not None:
             raise messages.error_of_rank(fault["rank"], fault["error"])
+
+    # -- to those in the group ------------------------------------------------------------
+
+    @property
+    def deadline(self) -> Deadline:
+        """By when the update ends."""
+        return self._duty.deadline
+
+    def neighbour(self, place: Mapping[str, Any]) -> Neighbour | None:
+        """The process at another rank's place; None if it is on another host."""
+        return self._channel.neighbour(place)
+
+    def relay_says(self, rank: int) -> dict[str, Any] | None:
+        """How a rank says that it fares in the group."""
+        return self._channel.peek(messages.relay_key(self._attempt, rank))
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Tells all others, one message after the other, from whatever thread."""
+        with self._saying:
+            litter = self._duty.station.litter.setdefault(self._others, [])
+            if not self._said:
+                litter.append(messages.fault_key(self._attempt))
+            litter.append(messages.said_key(self._attempt, self._said))
+            self._said += 1
+            self._channel.post(litter[-1], message)
+
+    def _meet_relays(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
+        if self._relays is None:
+            return
+        self._relays.enter(self, {rank: message["relay"] for rank, message in ready.items()})
+        keys = [messages.relay_key(self._attempt, rank) for rank in self._relays.ranks]
+        self._duty.station.litter.setdefault(self._others, []).extend(keys)
+
+    def _end(self, message: Mapping[str, Any]) -> None:
+        group = "" if self._relays is None else self._relays.group
+        self.say({**message, "group": group})
+
+    # -------------------------------------------------------------------------------------
 
     def _updated(self, update: Update) -> UpdateReport:
         try:
@@ -94,7 +142,7 @@ class Leader:
             self._duty.deadline = self._duty.deadline.afresh(LET_GO_SECONDS)
             with suppress(WeightUpdateError):
                 self.lead()
-        self._say({"error": messages.plain(error, "plan")})
+        self._end({"error": messages.plain(error, "plan")})
         self._duty.reads.idle(LET_GO_SECONDS)
         self._await_hearing()
 
@@ -159,7 +207,7 @@ class Leader:
         if not weight.collective:
             return weight
         read, turn = partial(self._duty.reads.read, weight), Turn(index, self._announce)
-        return replace(weight, read=read, rows=None, turn=turn)
+        return replace(weight, read=read, rows=None, into=None, turn=turn)
 
     def _announce(self, indices: Sequence[int]) -> None:
         if self._over:
@@ -167,15 +215,7 @@ class Leader:
         if not self._duty.reads.idle(self._duty.deadline.remaining()):
             raise messages.stuck(self._duty.rank)
         self._duty.reads.expect(len(indices))
-        self._say({"read": list(indices)})
-
-    def _say(self, message: Mapping[str, Any]) -> None:
-        litter = self._duty.station.litter.setdefault(self._others, [])
-        if not self._said:
-            litter.append(messages.fault_key(self._attempt))
-        litter.append(messages.said_key(self._attempt, self._said))
-        self._said += 1
-        self._channel.post(litter[-1], message)
+        self.say({"read": list(indices)})
 
     def _sweep(self) -> None:
         """Removes what was said before: every rank that is ready has heard it."""

@@ -3,10 +3,14 @@
 ========================== ========== ===================================================
 key                        from       message
 ========================== ========== ===================================================
-``ready/{rank}``           a follower its token, its engines and digests, or its error
+``ready/{rank}``           a follower its token, its engines and digests, or its error; where
+                                      it runs, and the group it is in, if it may join one
 ``answer/{token}``         the leader where it will speak, and for how long
-``{attempt}/{number}``     the leader what is read next; at last the report, or the error
+``{attempt}/{number}``     the leader what is read next; which group to join, what is broadcast
+                                      in it next, or that it is over; at last the report, or the
+                                      error, and the group that may be used again
 ``{attempt}/fault``        a follower the error of a read that failed
+``{attempt}/relay/{rank}`` a follower the group that it joined, or its error there
 ``{attempt}/heard/{rank}`` a follower that it knows how it ended
 ========================== ========== ===================================================
 """
@@ -21,9 +25,16 @@ from weight_update.report import error_from_dict
 from weight_update.waiting import Deadline
 
 _FIRST_POLL_SECONDS = 0.001
-_LAST_POLL_SECONDS = 0.02
+LAST_POLL_SECONDS = 0.02
 # An update may take this much longer than its time-out; so the others wait for its end.
 GRACE_SECONDS = 5.0
+
+
+class Neighbour(Protocol):
+    """Another rank on this host."""
+
+    def ended(self) -> bool:
+        """Whether its process has surely ended."""
 
 
 class Channel(Protocol):
@@ -36,6 +47,13 @@ class Channel(Protocol):
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
+
+    @property
+    def place(self) -> Mapping[str, Any]:
+        """Where this rank runs, as a message can hold it."""
+
+    def neighbour(self, place: Mapping[str, Any]) -> Neighbour | None:
+        """The process at another rank's place; None if it is on another host."""
 
     def post(self, key: str, message: Mapping[str, Any]) -> None:
         """Leaves a message, in place of one that is there."""
@@ -67,17 +85,22 @@ def fault_key(attempt: str) -> str:
     return f"{attempt}/fault"
 
 
+def relay_key(attempt: str, rank: int) -> str:
+    """Where a follower says how it fares in the leader's group."""
+    return f"{attempt}/relay/{rank}"
+
+
 def heard_key(attempt: str, rank: int) -> str:
     """Where a follower says that it heard the end."""
     return f"{attempt}/heard/{rank}"
 
 
-def pauses() -> Iterator[float]:
+def pauses(longest: float = LAST_POLL_SECONDS) -> Iterator[float]:
     """Seconds between two looks at the channel: short ones first."""
     pause = _FIRST_POLL_SECONDS
     while True:
         yield pause
-        pause = min(1.3 * pause, _LAST_POLL_SECONDS)
+        pause = min(1.3 * pause, longest)
 
 
 def plain(error: BaseException, phase: Phase) -> dict[str, Any]:

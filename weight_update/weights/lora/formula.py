@@ -1,4 +1,4 @@
-"""The merge by formula: what adapters do to a weight, in fp32, some rows at a time."""
+"""The merge by formula: what adapters do to a weight, in fp32, rounded once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from weight_update.weights.lora.dense import Dense, computed
+from weight_update.weights.lora.kernel import add_low_rank
 from weight_update.weights.shards.gather import full
 from weight_update.weights.specs import TensorSpec, Weight
 
@@ -58,7 +59,7 @@ class LowRank:
         """Both factors."""
         return self.a, self.b
 
-    def load(self) -> Apply:
+    def load(self) -> Product:
         """Left and right factor of the product are views: nothing is computed yet."""
         right, left = full(self.a), full(self.b)
         if self.experts is not None:
@@ -67,15 +68,33 @@ class LowRank:
             left = left.reshape(left.shape[0], -1, self.experts).permute(2, 0, 1)
         if self.transposed:
             left, right = right.mT, left.mT
+        return Product(left, right, self.scale)
 
-        def add(block: torch.Tensor, first: int, end: int) -> None:
-            rows = left[first:end].to(block)
-            if block.ndim == 3:
-                block.baddbmm_(rows, right[first:end].to(block), alpha=self.scale)
-            else:
-                block.addmm_(rows, right.to(block), alpha=self.scale)
 
-        return add
+@dataclass(frozen=True)
+class Product:
+    """What a low rank adds: ``scale * left @ right``, for each expert if there are some."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scale: float
+
+    def __call__(self, block: torch.Tensor, first: int, end: int) -> None:
+        """Adds some rows of it to a block."""
+        if self.write(block, block, first, end):
+            return
+        left, right = (factor.to(block) for factor in self._factors(first, end))
+        add = block.addmm_ if block.ndim == 2 else block.baddbmm_
+        add(left, right, alpha=self.scale)
+
+    def write(self, merged: torch.Tensor, base: torch.Tensor, first: int, end: int) -> bool:
+        """Writes some rows of ``base``, changed, to ``merged``; False if it cannot be done so."""
+        left, right = (factor.to(merged.device) for factor in self._factors(first, end))
+        return add_low_rank(merged, base, left, right, self.scale)
+
+    def _factors(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        right = self.right if self.right.ndim == 2 else self.right[first:end]
+        return self.left[first:end], right
 
 
 @dataclass(frozen=True)
@@ -168,7 +187,7 @@ class Merge:
         spec = TensorSpec(name, self.base.dtype, self.base.shape)
         weight = computed(spec, (self.base.tensor, *self.tensors), self.read)
         by_rows = not (weight.collective or self.base.packed)
-        return replace(weight, rows=self.rows) if by_rows else weight
+        return replace(weight, rows=self.rows if by_rows else None, into=self.into)
 
     def read(self) -> torch.Tensor:
         """The merged weight."""
@@ -176,16 +195,43 @@ class Merge:
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Some rows of it."""
-        with torch.no_grad(), torch.autocast(self.base.tensor.device.type, enabled=False):
+        return self._merged(first, end, None)
+
+    def into(self, place: torch.Tensor) -> torch.Tensor:
+        """The merged weight, in ``place`` if it fits there."""
+        return self._merged(0, self.base.shape[0], place)
+
+    def _merged(self, first: int, end: int, place: torch.Tensor | None) -> torch.Tensor:
+        kind = self.base.tensor.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return self._merged(first, end, place)
+        with torch.no_grad():
             base = self.base.value()
             changes = [step.load() for step in self.steps]
-            merged = base.new_empty((end - first, *base.shape[1:]), dtype=self.base.dtype)
+            merged = place
+            if merged is None or not self._fits(merged, base, end - first):
+                merged = base.new_empty((end - first, *base.shape[1:]), dtype=self.base.dtype)
             _fill(merged, base, first, changes)
         return merged
 
+    def _fits(self, place: torch.Tensor, base: torch.Tensor, rows: int) -> bool:
+        alike = place.dtype == self.base.dtype and place.device == base.device
+        return alike and place.shape == (rows, *base.shape[1:])
+
 
 def _fill(merged: torch.Tensor, base: torch.Tensor, first: int, changes: Sequence[Apply]) -> None:
-    """Writes the merged rows from ``first`` on: each is cast to fp32, changed, and cast once."""
+    """Writes the merged rows from ``first`` on."""
+    end = first + len(merged)
+    alone = changes[0] if len(changes) == 1 else None
+    if not (isinstance(alone, Product) and alone.write(merged, base[first:end], first, end)):
+        _fill_in_blocks(merged, base, first, changes)
+
+
+def _fill_in_blocks(
+    merged: torch.Tensor, base: torch.Tensor, first: int, changes: Sequence[Apply]
+) -> None:
+    """Some rows at a time are cast to fp32, changed, and cast once."""
     exact = torch.promote_types(merged.dtype, torch.float32)
     parts = torch.split(merged, _rows_at_once(merged))
     scratch = parts[0] if merged.dtype == exact else torch.empty_like(parts[0], dtype=exact)

@@ -1,0 +1,207 @@
+"""What is remembered of a model with adapters, so that it is not walked anew at every update."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weight_update.torch_private.modules import own_tensors, walk
+from weight_update.weights.extract import merged_weights
+from weight_update.weights.families.convert import Converter
+from weight_update.weights.lora.dense import Dense
+from weight_update.weights.lora.formula import LowRank, Merge
+from weight_update.weights.lora.layers import is_tuner_layer, saved_module, tuner_layer
+from weight_update.weights.lora.merge import adapter_model
+from weight_update.weights.owned import Owned
+from weight_update.weights.shards.gather import is_shard
+from weight_update.weights.shards.wrapped import is_gathered, is_wrapped
+from weight_update.weights.specs import Lasting, TensorSpec, Weight
+
+_ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_LAYERS = "peft.tuners.lora.layer"
+
+_Place = tuple[str, type, int, tuple[int, ...], torch.dtype, torch.Size, torch.device]
+
+
+class _OutOfTheOrdinary(Exception):
+    """The model has something that the marks do not show."""
+
+
+@dataclass(frozen=True)
+class KnownAdapted:
+    """A model with adapters that was extracted.
+
+    Attributes:
+        module: Itself.
+        marks: All that its weights were made from, values apart.
+        weights: What is sent, read from whoever owns it.
+    """
+
+    module: Callable[[], nn.Module | None]
+    marks: _Marks
+    weights: tuple[Weight, ...]
+
+    def holds_for(self, module: nn.Module) -> bool:
+        """Whether the module is the same, and would be extracted alike."""
+        if self.module() is not module:
+            return False
+        base = adapter_model(module)
+        return base is not None and self.marks.hold_for(base)
+
+
+def known_adapted(module: nn.Module) -> KnownAdapted | None:
+    """What to remember; None of a model whose marks do not tell all, or without adapters.
+
+    Remembered are models with LoRA alone, of one kind or several, on layers that are neither
+    quantised nor sharded.
+    """
+    if is_wrapped(module) or is_gathered(module):
+        return None
+    base = adapter_model(module)
+    if base is None or not all(map(_is_ordinary, base.modules())):
+        return None
+    owners = {
+        id(tensor): Owned(module, key)
+        for module, key, tensor in own_tensors(module for _, module in walk(base))
+        if _shows_its_place(tensor)
+    }
+    convert = Converter(base, hold=False)  # no stack of experts is among those that are merged
+    try:
+        weights = [_by_owner(weight, owners) for weight in merged_weights(base)]
+    except _OutOfTheOrdinary:
+        return None
+    sent = Lasting(part for weight in weights for part in convert(weight))
+    return KnownAdapted(weakref.ref(module), _Marks.of(base), sent)
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What extraction goes by.
+
+    Attributes:
+        modules: Each under the last part of its name; a model may change its parts.
+        places: Of all tensors.
+        layers: Which of the modules have adapters.
+        adapters: What each of them does with its adapters.
+    """
+
+    modules: tuple[tuple[str, weakref.ref[nn.Module]], ...]
+    places: list[_Place]
+    layers: list[int]
+    adapters: list[object]
+
+    @classmethod
+    def of(cls, base: nn.Module) -> _Marks:
+        named = walk(base)
+        modules = tuple((name, weakref.ref(module)) for name, module in named)
+        layers = [i for i, (_, module) in enumerate(named) if is_tuner_layer(module)]
+        return cls(modules, _places(named), layers, _adapters(named, layers))
+
+    def hold_for(self, base: nn.Module) -> bool:
+        named = walk(base)
+        if len(named) != len(self.modules):
+            return False
+        for (name, module), (known, ref) in zip(named, self.modules, strict=True):
+            if ref() is not module or name != known:
+                return False
+        return _adapters(named, self.layers) == self.adapters and _places(named) == self.places
+
+
+def _places(named: Iterable[tuple[str, nn.Module]]) -> list[_Place]:
+    """Of more tensors than a ``state_dict`` has, and in a fraction of its time."""
+    return [
+        (name, type(t), *_address(t), t.dtype, t.shape, t.device)
+        for _, name, t in own_tensors(module for _, module in named)
+    ]
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else (0, ())
+
+
+def _adapters(named: Sequence[tuple[str, Any]], layers: Iterable[int]) -> list[object]:
+    return [
+        (
+            layer.disable_adapters,
+            tuple(layer.active_adapters),
+            tuple(layer.merged_adapters),
+            tuple(layer.scaling.items()),
+            tuple(getattr(layer, "lora_variant", ())),
+        )
+        for layer in (named[index][1] for index in layers)
+    ]
+
+
+def _shows_its_place(tensor: torch.Tensor) -> bool:
+    """A sub-class may hold what its place and strides do not show."""
+    ordinary = type(tensor) in _ORDINARY and tensor.layout is torch.strided
+    return ordinary and not is_shard(tensor)
+
+
+def _is_ordinary(module: nn.Module) -> bool:
+    """Whether its marks would show all that changes what is sent for it."""
+    if is_tuner_layer(module):
+        return type(module).__module__ == _LAYERS
+    return saved_module(module) is None and tuner_layer(module) is None
+
+
+def _by_owner(weight: Weight, owners: Mapping[int, Owned]) -> Weight:
+    source = getattr(weight.read, "__self__", None)
+    if isinstance(source, torch.Tensor):
+        own = _owner(source, owners)
+        return replace(weight, read=own.read, rows=own.rows if weight.spec.shape else None)
+    if not isinstance(source, Merge) or source.base.packed or len(weight.spec.shape) > 2:
+        raise _OutOfTheOrdinary
+    later = _Later.of(source, weight.spec, owners)
+    return replace(weight, read=later.read, rows=later.rows, into=later.into)
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A merge of tensors that are asked of their owners when it is done."""
+
+    base: Owned
+    spec: TensorSpec
+    steps: tuple[tuple[LowRank, Owned, Owned], ...]
+
+    @classmethod
+    def of(cls, merge: Merge, spec: TensorSpec, owners: Mapping[int, Owned]) -> _Later:
+        nothing = torch.empty(0)  # no tensor of the model is kept
+        steps = []
+        for step in merge.steps:
+            if not isinstance(step, LowRank):
+                raise _OutOfTheOrdinary
+            a, b = _owner(step.a, owners), _owner(step.b, owners)
+            steps.append((replace(step, a=nothing, b=nothing), a, b))
+        return cls(_owner(merge.base.tensor, owners), spec, tuple(steps))
+
+    def read(self) -> torch.Tensor:
+        return self._merge().read()
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        return self._merge().rows(first, end)
+
+    def into(self, place: torch.Tensor) -> torch.Tensor:
+        return self._merge().into(place)
+
+    def _merge(self) -> Merge:
+        base = self.base.read()
+        dense = Dense(base, self.spec.dtype, self.spec.shape, base.detach)
+        return Merge(
+            dense,
+            tuple(
+                LowRank(a.read(), b.read(), step.scale, step.transposed, step.experts)
+                for step, a, b in self.steps
+            ),
+        )
+
+
+def _owner(tensor: torch.Tensor, owners: Mapping[int, Owned]) -> Owned:
+    if id(tensor) not in owners:
+        raise _OutOfTheOrdinary
+    return owners[id(tensor)]
