@@ -31,7 +31,10 @@ OWN_RANKS = "between processes that one test engine has started itself, never wi
 #: What is allowed, and why none of it is data from outside.
 ALLOWED = {
     ("__init__.py", "importlib.import_module"): "the names are those of a table in the file",
-    ("engines/sglang_payload.py", "pickle"): "it only writes: SGLang takes tensors in this form alone",
+    (
+        "engines/sglang_payload.py",
+        "pickle",
+    ): "it only writes: SGLang takes tensors in this form alone",
     ("reference_engine/opening.py", "pickle"): "it makes what is on its list, as SGLang does",
     ("engines/lora.py", "pickle"): "it only writes: SGLang takes adapters in this form alone",
     ("reference_engine/ranks.py", "dist.broadcast_object_list"): OWN_RANKS,

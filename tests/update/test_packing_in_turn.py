@@ -1,11 +1,14 @@
-"""A bucket travels while the next is packed, unless its memory is all that there is."""
+"""How far ahead of the engines' answers buckets are packed, and told of."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
 
 from tests.update.fakes import FakeEngine, FakeGroup, FakePacker
+from weight_update.errors import WeightUpdateError
 from weight_update.options import UpdateOptions
 from weight_update.update.updater import Payload, Push, Updater
 from weight_update.update.ways import Ends
@@ -13,38 +16,88 @@ from weight_update.weights.buckets import Bucket
 from weight_update.weights.cargo import Cargo
 from weight_update.weights.extract import extract_weights
 
+PATIENCE = 20.0
 
-class OneBuffer(FakePacker):
-    """Notes what every engine had confirmed when a bucket was packed."""
 
-    def __init__(self, engine: FakeEngine, *, alone: bool) -> None:
-        self._engine, self._alone = engine, alone
+class NotingPacker(FakePacker):
+    """Notes how many buckets the engine had confirmed when each was packed."""
+
+    def __init__(self, engine: FakeEngine, *, unordered: bool) -> None:
+        self._engine, self._unordered = engine, unordered
         self.confirmed: list[int] = []
 
     def pack(self, bucket: Bucket) -> Cargo:
         self.confirmed.append(len(self._engine.buckets))
-        return Cargo(super().pack(bucket).tensors, alone=self._alone)
+        return Cargo(super().pack(bucket).tensors, unordered=self._unordered)
 
 
-def pushed(*, alone: bool) -> list[int]:
-    engine = FakeEngine("http://engine:1")
-    packer = OneBuffer(engine, alone=alone)
+class Pair(FakeEngine):
+    """Answers the first request only once it was told of the second one."""
+
+    def __init__(self, *, refuses: str = "") -> None:
+        super().__init__("http://engine:1")
+        self.second = threading.Event()
+        self.refuses = refuses
+
+    def told(self, name: str) -> None:
+        if name == "b":
+            self.second.set()
+        elif name == "a":
+            assert self.second.wait(PATIENCE)
+        if name == self.refuses:
+            raise WeightUpdateError(f"no {name}", engine=self.url, phase="transfer")
+
+
+def updater_of(engine: FakeEngine, packer: NotingPacker) -> Updater:
     ends = Ends(lambda *_: FakeGroup(), lambda _: packer)
-    options = UpdateOptions(bucket_bytes=8, timeout=5.0)
-    updater = Updater([engine.url], lambda _: engine, {"broadcast": ends}, options)
+    options = UpdateOptions(bucket_bytes=8, timeout=PATIENCE)
+    return Updater([engine.url], lambda _: engine, {"broadcast": ends}, options)
+
+
+def push_of_four() -> Push:
     weights = extract_weights({name: torch.zeros(2) for name in "abcd"})
-    report = updater.update(Push(lambda: Payload(weights), lambda _: []))
+    return Push(lambda: Payload(weights), lambda _: [])
+
+
+@pytest.mark.parametrize("unordered", [True, False])
+def test_no_bucket_is_packed_more_than_one_ahead_of_the_buckets_that_arrived(unordered: bool):
+    engine = FakeEngine("http://engine:1")
+    packer = NotingPacker(engine, unordered=unordered)
+    report = updater_of(engine, packer).update(push_of_four())
+
     assert report.buckets == 4
+    assert sorted(engine.buckets) == list("abcd")
+    # Two buffers: what is packed takes the room of the last but one, which had arrived.
+    assert all(index - 1 <= seen <= index for index, seen in enumerate(packer.confirmed))
+
+
+def test_buckets_in_an_order_arrive_in_it():
+    engine = FakeEngine("http://engine:1")
+    updater_of(engine, NotingPacker(engine, unordered=False)).update(push_of_four())
+
     assert engine.buckets == list("abcd")
-    return packer.confirmed
 
 
-def test_the_only_buffer_is_written_again_once_the_bucket_in_it_arrived():
-    assert pushed(alone=True) == [0, 1, 2, 3]
+def test_a_bucket_without_an_order_is_told_of_before_the_one_before_arrived(monkeypatch):
+    engine = Pair()
+    monkeypatch.setattr("tests.update.fakes.FakeSession.apply", _apply)
+    report = updater_of(engine, NotingPacker(engine, unordered=True)).update(push_of_four())
+
+    assert report.engines[engine.url].state == "new"
+    assert sorted(engine.buckets) == list("abcd")
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_no_bucket_is_packed_more_than_one_ahead(alone: bool):
-    confirmed = pushed(alone=alone)
+@pytest.mark.parametrize("refused", ["a", "b"])
+def test_either_of_two_buckets_on_their_way_may_be_refused(monkeypatch, refused: str):
+    engine = Pair(refuses=refused)
+    monkeypatch.setattr("tests.update.fakes.FakeSession.apply", _apply)
+    with pytest.raises(WeightUpdateError, match=f"no {refused}") as caught:
+        updater_of(engine, NotingPacker(engine, unordered=True)).update(push_of_four())
 
-    assert all(index - 1 <= seen <= index for index, seen in enumerate(confirmed))
+    assert caught.value.report.engines[engine.url].state != "new"
+
+
+def _apply(session, bucket: Bucket, cargo: Cargo, **_) -> None:
+    name = bucket.specs[0].name
+    session._engine.told(name)
+    session._engine.buckets.append(name)

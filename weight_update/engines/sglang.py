@@ -265,9 +265,10 @@ class SGLangEngine:
     def flushes_with_update(self, mode: PauseMode) -> bool:
         """Whether the last update request may carry the flush.
 
-        Before sessions, a flush that is refused inside an update ends the whole server.
+        Releases before 0.5.22 end the whole server over a flush that is refused inside an update.
         """
-        return mode == "abort" and self.capabilities.sessions
+        told = self.capabilities.tells_refused_flush
+        return told if mode == "retract" else mode == "abort" and self.capabilities.sessions
 
     def flush(self, deadline: Deadline) -> None:
         """Flushes the prefix cache; a busy engine is asked again with growing pauses.

@@ -20,6 +20,7 @@ PROBED_ROUTES = (
 )
 _OLDEST = (0, 5, 6)
 _SESSIONS_SINCE = (0, 5, 21)
+_REFUSED_FLUSH_TOLD_SINCE = (0, 5, 22)
 # Older ones take a cache key with a request, and ignore it.
 _SALTS_SINCE = (0, 5, 11)
 
@@ -37,6 +38,7 @@ class SGLangCapabilities:
         brackets_ipv6: The server glues ``tcp://`` and the address together as they are.
         tells_readiness: It says whether it is paused (0.5.20 and later).
         salts_prefixes: A request may bring a cache key of its own (0.5.11 and later).
+        tells_refused_flush: An update whose flush is refused answers so (0.5.22 and later).
     """
 
     release: str
@@ -47,6 +49,7 @@ class SGLangCapabilities:
     brackets_ipv6: bool
     tells_readiness: bool = False
     salts_prefixes: bool = False
+    tells_refused_flush: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def read_capabilities(
         brackets_ipv6=number is not None and number < (0, 5, 10),
         tells_readiness=routes["/ready"] is not False,
         salts_prefixes=number is not None and number >= _SALTS_SINCE,
+        tells_refused_flush=number is not None and number >= _REFUSED_FLUSH_TOLD_SINCE,
     )
 
 

@@ -159,9 +159,8 @@ class _Shelf:
 class SharedMemoryPacker:
     """Packs buckets into buffers that engines open, by turns; all are made once and kept.
 
-    While engines load one bucket, the next is packed into another buffer. Plain copies on the GPU
-    of an engine are packed in turn, into one buffer of twice the size: engine and packer copy at
-    the pace of the same memory, so nothing is gained side by side, and half of the requests are.
+    While engines load one bucket, the next is packed into another buffer, and announced before
+    the first was taken: the engine reads that request beside its own copies.
 
     Args:
         device: Where the weights are; buffers are there too.
@@ -185,7 +184,9 @@ class SharedMemoryPacker:
 
     def format(self, specs: Sequence[TensorSpec] | None, terms: Terms) -> Format:
         """Buckets as large as was asked for, or as memory allows: few requests cost least."""
-        self._most_turns = self._turns_for(specs, terms)
+        # Rank 0 answers for all ranks, and others may be reading still. They have read what came
+        # before when the next request is answered.
+        self._most_turns = 2 if terms.ranks == 1 else 3
         if self._apart and self.device.type == "cuda":
             whole = sys.maxsize if specs is None else sum(spec.nbytes for spec in specs)
             return Format(terms.bucket_bytes or max(whole, 1), _packs_none, _IN_PLACE)
@@ -202,19 +203,7 @@ class SharedMemoryPacker:
         if needed is not None and needed <= most:
             return max(needed, 1), f"one buffer of {shown(needed)} holds everything"
         size = max(most // self._most_turns, 1)
-        plural = "" if self._most_turns == 1 else "s"
-        return (
-            size,
-            f"{self._most_turns} buffer{plural} of {shown(size)}, with {shown(room)} to spare",
-        )
-
-    def _turns_for(self, specs: Sequence[TensorSpec] | None, terms: Terms) -> int:
-        if terms.ranks > 1:
-            # Rank 0 answers for all ranks, and others may be reading still. They have read what
-            # came before when the next request is answered.
-            return 3
-        copies = self.device.type == "cuda" and terms.in_place and specs is not None
-        return 1 if copies and terms.bucket_bytes is None else 2
+        return size, f"{self._most_turns} buffers of {shown(size)}, with {shown(room)} to spare"
 
     @property
     def _held(self) -> int:
@@ -252,7 +241,7 @@ class SharedMemoryPacker:
                 torch.cuda.current_stream(self.device).synchronize()
         for buffer in shelf.buffers:
             buffer.lend()
-        return Cargo(shared=shared, alone=self._turns == 1)
+        return Cargo(shared=shared, unordered=True)
 
     def abandon(self) -> None:
         """Leaves the buffers to whoever may still use them; later packs get others."""

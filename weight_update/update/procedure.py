@@ -54,6 +54,7 @@ class Procedure:
     warnings: list[str] = field(default_factory=list)
     check_readers: Callable[[], None] = nobody_else
     way: Way = "broadcast"
+    _paused_at: float = field(default=0.0, init=False, repr=False)
     _reader: Reader = field(init=False, repr=False)
     _objections: Objections = field(init=False, repr=False)
 
@@ -74,14 +75,16 @@ class Procedure:
             self._reader.let_go()
 
     def _run_paused(self, first: list[Packed]) -> None:
-        paused_at = time.perf_counter()
+        self._paused_at = time.perf_counter()
         try:
             self._steps(first)
         except BaseException as error:
             self._settle(error)
+            self._note_pause()
             raise
-        finally:
-            self.watch.seconds["paused"] = time.perf_counter() - paused_at
+
+    def _note_pause(self) -> None:
+        self.watch.seconds["paused"] = time.perf_counter() - self._paused_at
 
     def _steps(self, first: list[Packed]) -> None:
         self._pause()
@@ -276,12 +279,14 @@ class Procedure:
         self._each("continue", self._resume)
         for member in self.fleet.members:
             self._continued(member)
+        self._note_pause()
+        label = self.rules.label
+        if label is not None:
+            self._each("continue", lambda m, a, d: _look_again(m, a, label, "continue", d))
 
-    def _resume(self, member: Member, attempt: Attempt, deadline: Deadline) -> None:
+    def _resume(self, member: Member, _: Attempt, deadline: Deadline) -> None:
         if not _unfit(member):
             member.engine.resume(deadline)
-        if self.rules.label is not None:
-            _look_again(member, attempt, self.rules.label, "continue", deadline)
 
     def _continued(self, member: Member) -> None:
         member.maybe_paused = _unfit(member)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError
@@ -24,6 +25,14 @@ _CULPRIT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
+class _Sent:
+    """A bucket that engines were told of, and the calls that tell when each has taken it."""
+
+    bucket: Bucket
+    calls: list[Future[None]]
+
+
+@dataclass(frozen=True)
 class Transfer:
     """All buckets of a plan on their way to every engine of a fleet."""
 
@@ -35,6 +44,7 @@ class Transfer:
     deadline: Deadline
     meter: Meter
     object_to: Callable[[Bucket], None]
+    _sent: deque[_Sent] = field(default_factory=deque, init=False)
 
     def run(self, first: Packed) -> None:
         """Sends all buckets; each is packed while the one before it travels, if there is room.
@@ -53,16 +63,13 @@ class Transfer:
                 break
             if index:
                 self.object_to(packed.bucket)
-            bucket, alone = packed.bucket, packed.cargo.alone
-            self._send(bucket, packed.give(), last=is_last(self.plan, index))
-            if not alone:
-                self.reader.start(index + 1)
-            self._await_bucket()
-            if alone:
-                self.reader.start(index + 1)
-            self.meter.confirm(bucket)
-            del bucket
+            unordered = packed.cargo.unordered
+            self._send(packed.bucket, packed.give(), last=is_last(self.plan, index))
+            self._await_all_but(1)
+            self.reader.start(index + 1)
+            self._await_all_but(1 if unordered else 0)
             packed = self.reader.finish("transfer", self.deadline)
+        self._await_all_but(0)
         self._expect(self.plan.requests)
 
     def _expect(self, buckets: int) -> None:
@@ -72,6 +79,8 @@ class Transfer:
     def _send(self, bucket: Bucket, cargo: Cargo, *, last: bool) -> None:
         # A stream may have another bucket: until it ended, no engine holds everything.
         self._expect(self.plan.requests + (not self.plan.ended))
+
+        before = {member.url: member.call for member in self.fleet.members} if self._sent else {}
 
         def apply(member: Member, attempt: Attempt) -> None:
             flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
@@ -88,11 +97,14 @@ class Transfer:
             except Exception as error:
                 attempt.suspicion = str(getattr(error, "message", error))
                 raise
+            if earlier := before.get(member.url):
+                earlier.result()  # the last call stands for all
             attempt.confirmed += 1
 
         for member in self.fleet.members:
             member.attempt.names.update(spec.name for spec in bucket.specs)
         self.fleet.start(apply)
+        self._sent.append(_Sent(bucket, self.fleet.calls()))
         self.group.broadcast(cargo.tensors)
 
     def _note_refusal(self, attempt: Attempt, error: EngineRejected) -> None:
@@ -106,13 +118,18 @@ class Transfer:
                 attempt.suspicion = error.message
             raise error
 
-    def _await_bucket(self) -> None:
+    def _await_all_but(self, buckets: int) -> None:
+        """Waits until no more buckets than these are on their way."""
+        while len(self._sent) > buckets:
+            self._await_bucket(self._sent[0])
+            self.meter.confirm(self._sent.popleft().bucket)
+
+    def _await_bucket(self, sent: _Sent) -> None:
         """Watches every engine's answer while the bytes move; the first no ends the attempt."""
-        calls = self.fleet.calls()
-        pending = set(calls)
+        pending = set(sent.calls)
         while pending:
-            done, pending = wait(pending, _WATCH_SECONDS, return_when=FIRST_EXCEPTION)
-            if any(call.exception() for call in done):
+            _, pending = wait(pending, _WATCH_SECONDS, return_when=FIRST_EXCEPTION)
+            if _errors_of(self._calls):
                 self._raise_culprit()
             if pending:
                 self._check_wire()
@@ -124,7 +141,7 @@ class Transfer:
 
         When one engine dies, the others fail to receive, and may be the first to say so.
         """
-        calls = self.fleet.calls()
+        calls = self._calls
         end = self.deadline.at_most(_CULPRIT_SECONDS)
         errors = _errors_of(calls)
         while all(map(is_consequence, errors)) and not end.expired():
@@ -135,6 +152,11 @@ class Transfer:
             errors = _errors_of(calls)
         for error in sorted(errors, key=is_consequence):
             raise error
+
+    @property
+    def _calls(self) -> list[Future[None]]:
+        """The calls for all buckets that are on their way."""
+        return [call for sent in self._sent for call in sent.calls]
 
     def _check_wire(self) -> None:
         """Raises if the wire broke or time is out; prefers the engine's own words."""

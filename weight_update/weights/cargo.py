@@ -56,13 +56,14 @@ class Cargo:
         tensors: What the group broadcasts, in order.
         shared: What engines open: one flat buffer, or a tensor a weight, in wire order.
         folder: Where engines read files.
-        alone: The next bucket has no other room: it is packed once this one arrived.
+        unordered: Engines take it in whatever order it comes in, so the next one is told of before
+            this one was taken. The packer has room for two at a time that nobody took.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     shared: tuple[SharedTensor, ...] = ()
     folder: Path | None = None
-    alone: bool = False
+    unordered: bool = False
 
 
 @dataclass(frozen=True)
