@@ -15,7 +15,7 @@ from integration.kit import BEGIN, INIT, LEAVE
 from integration.trainers import Trainers
 
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, UpdateTimeout
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.transports.address import choose_address

@@ -11,7 +11,7 @@ from integration import kit
 from integration.kit import BEGIN, CONTINUE, FLUSH, PAUSE, UPDATE
 
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, UpdateTimeout
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.rollouts import salted

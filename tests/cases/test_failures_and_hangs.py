@@ -18,7 +18,7 @@ from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPD
 from integration.trainers import Trainers
 
 from weight_update import EngineRejected, EngineUnreachable, UpdateTimeout, WeightUpdateError
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 from .trial import MIXED, NEW, OLD, SLACK, Trial, once

@@ -10,7 +10,7 @@ from integration import kit
 from integration.kit import CONTINUE, END, INIT, PAUSE, STAMP, UPDATE
 
 from weight_update import EngineRejected, EngineUnreachable, SGLangWeightSyncScheme
-from weight_update.engines.sglang_client import SGLangClient
+from weight_update.engines.sglang.client import SGLangClient
 from weight_update.options import HttpOptions
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.waiting import Deadline

@@ -18,7 +18,7 @@ from weight_update import (
     WeightMismatchError,
     get_model_metadata,
 )
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.reference_engine import ReferenceEngine
 
 from .fake_http import HEALTHY, FakeServer

@@ -11,9 +11,9 @@ import torch
 
 from weight_update.cli.doctor_checks import diagnose
 from weight_update.cli.doctor_facts import AddressFacts, Facts, ModelFacts
-from weight_update.engines.sglang_capabilities import PROBED_ROUTES
-from weight_update.engines.sglang_names import compare_names
-from weight_update.engines.sglang_probe import ServerFacts
+from weight_update.engines.sglang.capabilities import PROBED_ROUTES
+from weight_update.engines.sglang.names import compare_names
+from weight_update.engines.sglang.probe import ServerFacts
 from weight_update.weights.specs import TensorSpec
 
 URL = "http://10.0.0.5:30000"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weight_update import SGLangWeightSyncScheme
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions, UpdateOptions
 from weight_update.report import Progress
 from weight_update.transports.process_group import UpdateGroup, open_group

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.facts import Digests, NameCheck
 from weight_update.options import HttpOptions, PauseMode
 from weight_update.waiting import Deadline

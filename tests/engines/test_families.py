@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from weight_update import SGLangWeightSyncScheme
-from weight_update.engines.sglang_names import RuntimeNames, are_names_known, check_names
+from weight_update.engines.sglang.names import RuntimeNames, are_names_known, check_names
 from weight_update.errors import WeightMismatchError
 
 from .conftest import require

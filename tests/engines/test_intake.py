@@ -10,7 +10,7 @@ import requests
 import torch
 
 from weight_update import SGLangWeightSyncScheme, WeightMismatchError
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 

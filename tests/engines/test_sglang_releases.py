@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
-from weight_update.engines.sglang import SGLangEngine
-from weight_update.engines.sglang_capabilities import running_requests
+from weight_update.engines.sglang.capabilities import running_requests
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions, PauseMode
 from weight_update.report import Progress
 from weight_update.rollouts import salted

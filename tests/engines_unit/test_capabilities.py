@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_update.engines.sglang_capabilities import (
+from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
     read_capabilities,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weight_update.engines.sglang_client import SGLangClient, update_request
+from weight_update.engines.sglang.client import SGLangClient, update_request
 from weight_update.errors import EngineRejected
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline

@@ -10,9 +10,9 @@ from uuid import uuid4
 import pytest
 
 from weight_update.engines.model_folder import folder_of, link_rest, read_config
-from weight_update.engines.sglang_client import SGLangClient
-from weight_update.engines.sglang_disk import SGLangDiskSession
-from weight_update.engines.sglang_facts import digests_of, first_row_of, model_of
+from weight_update.engines.sglang.client import SGLangClient
+from weight_update.engines.sglang.disk import SGLangDiskSession
+from weight_update.engines.sglang.facts import digests_of, first_row_of, model_of
 from weight_update.errors import Applied, EngineRejected
 from weight_update.options import HttpOptions
 from weight_update.transports.folders import VersionFolders

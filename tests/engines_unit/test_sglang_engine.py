@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.errors import (
     ConfigurationError,
     EngineRejected,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_update.engines.sglang_facts import (
+from weight_update.engines.sglang.facts import (
     digests_of,
     first_row_of,
     instance_of,

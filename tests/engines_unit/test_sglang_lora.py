@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weight_update.engines.lora import AdapterCourier
-from weight_update.engines.sglang_lora import LOAD_ROUTE, SGLangAdapterEngine
+from weight_update.engines.sglang.lora import LOAD_ROUTE, SGLangAdapterEngine
 from weight_update.errors import EngineRejected
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_update.engines.sglang_names import (
+from weight_update.engines.sglang.names import (
     Loader,
     RuntimeNames,
     are_names_known,

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
-from weight_update.engines.sglang_client import SGLangClient
-from weight_update.engines.sglang_payload import (
+from weight_update.engines.sglang.client import SGLangClient
+from weight_update.engines.sglang.payload import (
     flat_payload,
     plain_payload,
     tensor_request,
 )
-from weight_update.engines.sglang_session import SGLangSession
+from weight_update.engines.sglang.session import SGLangSession
 from weight_update.errors import EngineUnreachable
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
@@ -191,7 +191,7 @@ def test_strides_are_those_of_a_contiguous_tensor(shape: list[int]) -> None:
 
 
 def test_a_weights_name_may_be_any_text() -> None:
-    name = "weird\ncweight_update.engines.sglang_payload\tü"
+    name = "weird\ncweight_update.engines.sglang.payload\tü"
     bucket = Bucket(extract_weights({name: torch.zeros(1)}))
     payload = unpickled(flat_payload(bucket, SharedTensor(HOST, torch.uint8, (4,))))
     assert payload["metadata"][0].arguments[0] == name

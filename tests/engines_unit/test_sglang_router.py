@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_update.engines.sglang_router import WORKER_ROUTES, is_list_of_workers, read_workers
+from weight_update.engines.sglang.router import WORKER_ROUTES, is_list_of_workers, read_workers
 from weight_update.errors import ConfigurationError
 
 ROUTER = "http://router:30000"

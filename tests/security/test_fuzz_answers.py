@@ -19,8 +19,7 @@ from requests.structures import CaseInsensitiveDict
 
 from weight_update.engines import sglang_facts, sglang_names, sglang_probe, sglang_router
 from weight_update.engines.http import EngineHttp, json_of
-from weight_update.engines.sglang import SGLangEngine
-from weight_update.engines.sglang_capabilities import (
+from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
     read_capabilities,
@@ -28,8 +27,9 @@ from weight_update.engines.sglang_capabilities import (
     release_number,
     running_requests,
 )
-from weight_update.engines.sglang_client import SGLangClient
-from weight_update.engines.sglang_session import SGLangSession
+from weight_update.engines.sglang.client import SGLangClient
+from weight_update.engines.sglang.engine import SGLangEngine
+from weight_update.engines.sglang.session import SGLangSession
 from weight_update.errors import WeightUpdateError
 from weight_update.facts import Digests
 from weight_update.options import HttpOptions, Way

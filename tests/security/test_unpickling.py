@@ -32,7 +32,7 @@ OWN_RANKS = "between processes that one test engine has started itself, never wi
 ALLOWED = {
     ("__init__.py", "importlib.import_module"): "the names are those of a table in the file",
     (
-        "engines/sglang_payload.py",
+        "engines/sglang/payload.py",
         "pickle",
     ): "it only writes: SGLang takes tensors in this form alone",
     ("reference_engine/opening.py", "pickle"): "it makes what is on its list, as SGLang does",

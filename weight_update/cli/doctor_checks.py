@@ -12,13 +12,13 @@ from weight_update.cli.doctor_facts import AddressFacts, Facts
 from weight_update.cli.doctor_link import link_findings
 from weight_update.cli.doctor_weights import model_findings, weight_findings
 from weight_update.cli.findings import Finding
-from weight_update.engines.sglang_capabilities import (
+from weight_update.engines.sglang.capabilities import (
     SGLangCapabilities,
     SGLangLayout,
     read_capabilities,
     read_layout,
 )
-from weight_update.engines.sglang_probe import KeyState, ServerFacts
+from weight_update.engines.sglang.probe import KeyState, ServerFacts
 from weight_update.errors import ConfigurationError
 from weight_update.options import PauseMode
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from weight_update.engines.sglang_probe import ServerFacts, probe
+from weight_update.engines.sglang.probe import ServerFacts, probe
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import PauseMode, UpdateOptions
 from weight_update.transports.address import check_address, choose_address, listen

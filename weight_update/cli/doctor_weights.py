@@ -7,13 +7,13 @@ from typing import Any
 
 from weight_update.cli.doctor_facts import ModelFacts
 from weight_update.cli.findings import Finding
-from weight_update.engines.sglang_names import (
+from weight_update.engines.sglang.names import (
     Loader,
     are_names_known,
     compare_names,
     loader_of,
 )
-from weight_update.engines.sglang_probe import ServerFacts
+from weight_update.engines.sglang.probe import ServerFacts
 from weight_update.errors import some_of
 from weight_update.weights.name_map import rule_against_mark
 from weight_update.weights.shapes import misshapen

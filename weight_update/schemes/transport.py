@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.engines.sglang import SGLangEngine
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions, parse_device, parse_server_urls
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import requests
 
 from weight_update.engines.http import EngineHttp, json_of
-from weight_update.engines.sglang_capabilities import PROBED_ROUTES, running_requests
-from weight_update.engines.sglang_facts import digests_of
-from weight_update.engines.sglang_names import runtime_names
-from weight_update.engines.sglang_router import WORKER_ROUTES, is_list_of_workers
+from weight_update.engines.sglang.capabilities import PROBED_ROUTES, running_requests
+from weight_update.engines.sglang.facts import digests_of
+from weight_update.engines.sglang.names import runtime_names
+from weight_update.engines.sglang.router import WORKER_ROUTES, is_list_of_workers
 from weight_update.errors import EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from weight_update.engines.model_folder import folder_of, read_config, read_scaled, read_shapes
-from weight_update.engines.sglang_capabilities import (
+from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
     SGLangLayout,
@@ -17,9 +17,9 @@ from weight_update.engines.sglang_capabilities import (
     read_layout,
     running_requests,
 )
-from weight_update.engines.sglang_client import SGLangClient, flushed
-from weight_update.engines.sglang_disk import SGLangDiskSession
-from weight_update.engines.sglang_facts import (
+from weight_update.engines.sglang.client import SGLangClient, flushed
+from weight_update.engines.sglang.disk import SGLangDiskSession
+from weight_update.engines.sglang.facts import (
     SGLangModel,
     digests_of,
     first_row_of,
@@ -28,14 +28,14 @@ from weight_update.engines.sglang_facts import (
     label_of,
     model_of,
 )
-from weight_update.engines.sglang_names import (
+from weight_update.engines.sglang.names import (
     RuntimeNames,
     check_names,
     runtime_names,
     sign_of_quantisation,
     without_scales,
 )
-from weight_update.engines.sglang_session import SGLangSession
+from weight_update.engines.sglang.session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way

@@ -8,7 +8,7 @@ from typing import Any
 import requests
 
 from weight_update.engines.http import Body, EngineHttp, json_of, text_of
-from weight_update.engines.sglang_router import WORKER_ROUTES, is_list_of_workers, read_workers
+from weight_update.engines.sglang.router import WORKER_ROUTES, is_list_of_workers, read_workers
 from weight_update.errors import Applied, EngineRejected, EngineUnreachable, Phase
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline

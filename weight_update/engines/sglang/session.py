@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weight_update.engines.sglang_client import SGLangClient, update_request
-from weight_update.engines.sglang_payload import tensor_request
+from weight_update.engines.sglang.client import SGLangClient, update_request
+from weight_update.engines.sglang.payload import tensor_request
 from weight_update.errors import EngineRejected
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weight_update.engines.model_folder import link_rest
-from weight_update.engines.sglang_client import SGLangClient
+from weight_update.engines.sglang.client import SGLangClient
 from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket

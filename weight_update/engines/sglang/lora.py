@@ -15,8 +15,8 @@ from weight_update.engines.lora import (
     HeldAdapter,
     modules_of,
 )
-from weight_update.engines.sglang import SGLangEngine
-from weight_update.engines.sglang_client import SGLangClient
+from weight_update.engines.sglang.client import SGLangClient
+from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.errors import EngineRejected
 from weight_update.facts import Digests, Intake, NameCheck, Part
 from weight_update.options import HttpOptions, PauseMode, Way

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from weight_update.engines.sglang_capabilities import replicas_of, stages_of
-from weight_update.engines.sglang_names import are_names_known
+from weight_update.engines.sglang.capabilities import replicas_of, stages_of
+from weight_update.engines.sglang.names import are_names_known
 from weight_update.facts import Digests, Intake, Part
 
 # Fields of /server_info that a start makes anew: the seed unless it was given, and how long

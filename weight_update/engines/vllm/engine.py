@@ -13,7 +13,7 @@ from weight_update.engines.lora import (
     AdapterSession,
     HeldAdapter,
 )
-from weight_update.engines.vllm_client import LOAD_ROUTE, PAUSE_ROUTE, VLLMClient
+from weight_update.engines.vllm.client import LOAD_ROUTE, PAUSE_ROUTE, VLLMClient
 from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way

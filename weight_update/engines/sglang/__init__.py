@@ -1,0 +1,1 @@
+"""SGLang servers: what they say, what they can do, and what they are told."""
