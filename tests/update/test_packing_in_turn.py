@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.update.fakes import FakeEngine, FakeGroup, FakePacker
-from weight_update.errors import WeightUpdateError
+from weight_update.errors import EngineRejected, WeightUpdateError
 from weight_update.options import UpdateOptions
 from weight_update.update.updater import Payload, Push, Updater
 from weight_update.update.ways import Ends
@@ -101,3 +101,22 @@ def _apply(session, bucket: Bucket, cargo: Cargo, **_) -> None:
     name = bucket.specs[0].name
     session._engine.told(name)
     session._engine.buckets.append(name)
+
+
+def test_what_the_other_request_brought_counts_when_one_is_refused(monkeypatch):
+    """The first is refused, with nothing applied, and the second was taken: mixed, not old."""
+    engine = Pair(refuses="a")
+    monkeypatch.setattr("tests.update.fakes.FakeSession.apply", _refused_politely)
+    with pytest.raises(WeightUpdateError, match="no a") as caught:
+        updater_of(engine, NotingPacker(engine, unordered=True)).update(push_of_four())
+
+    assert caught.value.report.engines[engine.url].state == "mixed"
+
+
+def _refused_politely(session, bucket: Bucket, cargo: Cargo, **_) -> None:
+    try:
+        _apply(session, bucket, cargo)
+    except WeightUpdateError as error:
+        refusal = EngineRejected(error.message, engine=error.engine, phase="transfer")
+        refusal.applied = "nothing"
+        raise refusal from error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from itertools import count
+from threading import Lock
 
 from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError
 from weight_update.update.fleet import Attempt, Fleet, Member, is_consequence
@@ -45,6 +46,7 @@ class Transfer:
     meter: Meter
     object_to: Callable[[Bucket], None]
     _sent: deque[_Sent] = field(default_factory=deque, init=False)
+    _counting: Lock = field(default_factory=Lock, init=False, repr=False)
 
     def run(self, first: Packed) -> None:
         """Sends all buckets; each is packed while the one before it travels, if there is room.
@@ -79,33 +81,43 @@ class Transfer:
     def _send(self, bucket: Bucket, cargo: Cargo, *, last: bool) -> None:
         # A stream may have another bucket: until it ended, no engine holds everything.
         self._expect(self.plan.requests + (not self.plan.ended))
-
         before = {member.url: member.call for member in self.fleet.members} if self._sent else {}
 
         def apply(member: Member, attempt: Attempt) -> None:
-            flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
+            earlier = before.get(member.url)
             try:
-                attempt.begun.apply(
-                    bucket,
-                    cargo,
-                    group_name=self.group.name,
-                    flush=last and flush,
-                    deadline=self.deadline,
-                )
-            except EngineRejected as error:
-                self._note_refusal(attempt, error)
-            except Exception as error:
-                attempt.suspicion = str(getattr(error, "message", error))
-                raise
-            if earlier := before.get(member.url):
-                earlier.result()  # the last call stands for all
-            attempt.confirmed += 1
+                self._apply(member, attempt, bucket, cargo, last=last)
+            finally:
+                if earlier is not None:
+                    wait([earlier])  # the last call stands for all: none is under way after it
+            if earlier is not None:
+                earlier.result()
 
         for member in self.fleet.members:
             member.attempt.names.update(spec.name for spec in bucket.specs)
         self.fleet.start(apply)
         self._sent.append(_Sent(bucket, self.fleet.calls()))
         self.group.broadcast(cargo.tensors)
+
+    def _apply(
+        self, member: Member, attempt: Attempt, bucket: Bucket, cargo: Cargo, *, last: bool
+    ) -> None:
+        flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
+        try:
+            attempt.begun.apply(
+                bucket,
+                cargo,
+                group_name=self.group.name,
+                flush=last and flush,
+                deadline=self.deadline,
+            )
+        except EngineRejected as error:
+            self._note_refusal(attempt, error)
+        except Exception as error:
+            attempt.suspicion = str(getattr(error, "message", error))
+            raise
+        with self._counting:
+            attempt.confirmed += 1
 
     def _note_refusal(self, attempt: Attempt, error: EngineRejected) -> None:
         """Raises unless the engine did what the attempt needed all the same."""
