@@ -151,7 +151,13 @@ class UpdateOptions:
         check_positive("num_gpus", self.num_gpus)
         check_positive("bucket_bytes", self.bucket_bytes)
         check_port(self.master_port)
-        check_directory(self.directory)
+        check_directory("directory", self.directory)
+        if self.lora == "adapter" and self.transport != "auto":
+            raise ConfigurationError(
+                f"transport={self.transport!r} carries whole weights, and lora='adapter' sends an "
+                "adapter, which travels inside the requests",
+                remedy="leave transport='auto'",
+            )
         check_dtype(self.dtype)
         parse_device(self.device)
         if self.backend == "nccl" and not torch.cuda.is_available():
@@ -245,22 +251,24 @@ def check_port(port: Any) -> None:
         raise ConfigurationError(f"master_port={port!r} must be between 1 and 65535")
 
 
-def check_directory(directory: Any) -> None:
+def check_directory(name: str, directory: Any) -> None:
     """Raises ConfigurationError unless ``directory`` is None or a folder that can be written.
 
     Example:
-        >>> check_directory("/nowhere")
+        >>> check_directory("directory", "/nowhere")
         Traceback (most recent call last):
-        weight_update.errors.ConfigurationError: directory='/nowhere' cannot be written: ...
+        weight_update.errors.ConfigurationError: directory='/nowhere' cannot be written: No such...
     """
     if directory is None:
         return
     try:
+        if not directory:
+            raise ValueError("it names no folder")
         with TemporaryFile(dir=directory):
             return
     except (OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"directory={directory!r} cannot be written: {error}",
+            f"{name}={directory!r} cannot be written: {getattr(error, 'strerror', None) or error}",
             remedy="name a folder that is there, and that trainer and servers see under this path",
         ) from error
 

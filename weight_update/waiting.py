@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -88,4 +89,7 @@ def _settle(future: Future[T], call: Callable[..., T], args: tuple[object, ...])
     try:
         future.set_result(call(*args))
     except BaseException as error:  # noqa: BLE001 - the waiter re-raises it
+        clear_frames(error.__traceback__)  # an error that is kept would keep a bucket's memory
         future.set_exception(error)
+    finally:
+        del future, call, args  # an error refers to this frame

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -103,14 +104,27 @@ def test_c09_a_flush_that_comes_later_ends_the_warning(at_a: ReferenceEngine) ->
 # ---- C10
 
 
+@pytest.fixture(scope="module")
+def release_0_5_21() -> Iterator[ReferenceEngine]:
+    with ReferenceEngine(kit.llama(0), release="0.5.21") as running:
+        yield running
+
+
+@pytest.fixture
+def flushed_apart(release_0_5_21: ReferenceEngine) -> Iterator[ReferenceEngine]:
+    """An engine whose flush is a call of its own, since no update request may carry it."""
+    yield release_0_5_21
+    kit.revive(release_0_5_21)
+
+
 def test_c10_a_refused_flush_is_asked_for_again_with_growing_pauses(
-    engine: ReferenceEngine,
+    flushed_apart: ReferenceEngine,
 ) -> None:
-    trial = Trial([engine])
-    engine.inject(Fault(FLUSH, "refuse", times=5, message="requests are waiting"))
+    trial = Trial([flushed_apart])
+    flushed_apart.inject(Fault(FLUSH, "refuse", times=5, message="requests are waiting"))
     trial.sender.update_weights(kit.llama(1))
     trial.check_new()
-    flushes = trial.log.records(engine, FLUSH)
+    flushes = trial.log.records(flushed_apart, FLUSH)
     assert [record["status"] for record in flushes] == [400] * 5 + [200]
     pauses = [after["t0"] - before["t1"] for before, after in pairwise(flushes)]
     least = [0.02, 0.05, 0.1, 0.2, 0.5]  # a busy machine only makes them longer
@@ -119,10 +133,10 @@ def test_c10_a_refused_flush_is_asked_for_again_with_growing_pauses(
 
 @pytest.mark.parametrize("status", [400, 500, 503])
 def test_c10_a_flush_refused_until_the_deadline_counts_as_mixed_in_these_words(
-    status: int, engine: ReferenceEngine
+    status: int, flushed_apart: ReferenceEngine
 ) -> None:
-    trial = Trial([engine])
-    engine.inject(Fault(FLUSH, "refuse", status=status, message="3 requests are waiting"))
+    trial = Trial([flushed_apart])
+    flushed_apart.inject(Fault(FLUSH, "refuse", status=status, message="3 requests are waiting"))
     error = trial.fail(2.0)
     assert isinstance(error, UpdateTimeout)
     assert error.phase == "flush"
@@ -130,11 +144,26 @@ def test_c10_a_flush_refused_until_the_deadline_counts_as_mixed_in_these_words(
     assert "3 requests are waiting" in str(error)
     assert trial.states(error) == [MIXED]
     assert trial.resumes() == [0]
-    engine.clear_faults()
+    flushed_apart.clear_faults()
     trial.heal()
 
 
 SAYS_UPDATED = "Weights were updated, but the cache was not flushed: requests are waiting"
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_c10_a_flush_refused_inside_the_update_is_asked_for_again_by_the_flush_step(
+    mode: str, engine: ReferenceEngine
+) -> None:
+    trial = Trial([engine], pause_mode=mode)
+    engine.inject(once(UPDATE, "refuse", when="before_answer", status=400, message=SAYS_UPDATED))
+    engine.inject(Fault(FLUSH, "refuse", times=2, message="requests are waiting"))
+    trial.sender.update_weights(kit.llama(1))
+    trial.check_new()
+    assert trial.log.flags(engine) == [True]
+    flushes = trial.log.records(engine, FLUSH)
+    assert [record["status"] for record in flushes] == [400, 400, 200]
+    assert flushes[-1]["t1"] <= trial.log.records(engine, CONTINUE)[0]["t0"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
+from weight_update.bench import link
+from weight_update.bench.rows import Row
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 from . import kit
@@ -56,6 +59,21 @@ def test_an_interrupted_push_says_what_every_server_holds_and_the_next_heals_it(
     healed = run("push", *servers(engine), checkpoints.b, "--timeout", 120)
     assert healed.code == 0, healed.err
     assert served(engine) == tokens_of(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_command_without_words_for_it_ends_with_the_code_of_what_came(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    def interrupted(*_: object) -> Iterator[Row]:
+        os.kill(os.getpid(), number)
+        yield
+
+    monkeypatch.setattr(link, "run_link", interrupted)
+
+    assert run("bench", "link", "--server", "http://127.0.0.1:9").code == code
 
 
 @pytest.mark.timeout(400)

@@ -271,6 +271,25 @@ def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
     assert {method for method, _ in asked} == {"GET", "OPTIONS"}
 
 
+@pytest.mark.parametrize(
+    ("way", "buckets"), [("broadcast", 7), ("disk", 1)], ids=["broadcast", "disk"]
+)
+def test_a_dry_run_counts_the_buckets_of_the_way_that_is_named(
+    engine: ReferenceEngine, checkpoints: Checkpoints, way: str, buckets: int
+) -> None:
+    asked = ("--transport", way, "--bucket-bytes", 20_000)
+    plan = run("push", *servers(engine), checkpoints.b, "--dry-run", "--json", *asked).json
+
+    assert (plan["way"], plan["buckets"]) == (way, buckets)
+
+
+def test_a_dry_run_says_that_replicas_are_reached_by_disk(checkpoints: Checkpoints) -> None:
+    with ReferenceEngine(kit.llama(0), shows={"dp_size": 2}) as replicas:
+        ended = run("push", *servers(replicas), checkpoints.b, "--dry-run")
+
+    assert "in 1 bucket(s) by disk" in ended.out
+
+
 def test_a_dry_run_fails_where_a_push_would(
     engine: ReferenceEngine, checkpoints: Checkpoints
 ) -> None:

@@ -186,12 +186,15 @@ def test_every_replica_gets_what_is_sent_without_a_word(several: SGLangServer) -
 @replicas
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_a_pause_stops_every_replica(several: SGLangServer, mode: Any) -> None:
-    requests = [LongRequest(several.url, PROMPT, LONG) for _ in range(2)]
-    for request in requests:
-        request.wait_for(5)
     with sender_of(several, pause_mode=mode) as sender:
+        sender.init_all_workers_group()
+        requests = [LongRequest(several.url, PROMPT) for _ in range(2)]
+        for request in requests:
+            request.wait_for(5)
         report = sender.update_weights(tiny_llama(SEED_B))
-    given = [request.end() for request in requests]
+    for request in requests if mode != "abort" else ():
+        request.wait_for(5)
+    given = [request.cut() for request in requests]
     assert {answer["meta_info"]["dp_rank"] for answer in given} == {0, 1}
     spans = [answer["meta_info"]["weight_versions"] for answer in given]
     carried = 1 if mode == "abort" else 2

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update import SGLangWeightSender, SGLangWeightSyncScheme
-from weight_update.reference_engine import ReferenceEngine
+from weight_update.reference_engine import Fault, ReferenceEngine
 
 PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
 TOKENS = 8
@@ -152,10 +152,25 @@ class Log:
         """The JSON of a route's requests."""
         return [record["json"] for record in self.records(engine, path)]
 
+    def flags(self, engine: ReferenceEngine, path: str = UPDATE) -> list[bool]:
+        """Which of a route's update requests carry the flush."""
+        return [body["flush_cache"] for body in self.bodies(engine, path)]
+
+    def flushes(self, engine: ReferenceEngine) -> int:
+        """How often a flush was asked for, by a call of its own or by an update request."""
+        return self.count(engine, FLUSH) + sum(self.flags(engine))
+
     def steps(self, engine: ReferenceEngine) -> list[str]:
         """The routes of the update procedure, in order, repetitions folded."""
         paths = [r["path"] for r in self.records(engine) if r["path"] in STEPS]
         return [path for i, path in enumerate(paths) if i == 0 or paths[i - 1] != path]
+
+
+def make_flush_owed(engine: ReferenceEngine, after: int = 0) -> None:
+    """An update request, the next or a later one, loads but cannot flush: the flush is owed."""
+    words = "Weights were updated, but the cache was not flushed"
+    fault = Fault(UPDATE, "refuse", when="before_answer", times=1, after=after, message=words)
+    engine.inject(fault)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:

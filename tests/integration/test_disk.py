@@ -93,7 +93,7 @@ def test_one_request_loads_and_no_group_or_session_is_made(
     assert body == {
         "model_path": str(shown(one)),
         "load_format": "auto",
-        "flush_cache": False,
+        "flush_cache": True,
         "abort_all_requests": False,
     }
     assert report.buckets == 1
@@ -101,9 +101,10 @@ def test_one_request_loads_and_no_group_or_session_is_made(
         assert log.count(one, path) == 0, path
 
 
-def test_under_abort_the_request_brings_the_flush(one: ReferenceEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_the_request_brings_the_flush(mode: str, one: ReferenceEngine, tmp_path: Path) -> None:
     log = kit.Log(one)
-    with sender_of(one, tmp_path, pause_mode="abort") as sender:
+    with sender_of(one, tmp_path, pause_mode=mode) as sender:
         sender.update_weights(kit.llama(1))
     assert [body["flush_cache"] for body in log.bodies(one, LOAD)] == [True]
     assert log.count(one, kit.FLUSH) == 0

@@ -81,7 +81,7 @@ class Trial:
         """
         model = kit.llama(1)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        self.struck.inject(self.fault)
+        self.strike()
         timeout = SHORT if self.waits else 60.0
         start = time.monotonic()
         with kit.timeout_of(self.sender, timeout), pytest.raises(WeightUpdateError) as caught:
@@ -96,6 +96,12 @@ class Trial:
             assert torch.equal(value, before[name]), f"the trainer's {name} changed"
         self.check_engines(error)
         return error
+
+    def strike(self) -> None:
+        """Inject the fault, on a way that leads to it."""
+        if self.fault.path == FLUSH:
+            kit.make_flush_owed(self.struck)
+        self.struck.inject(self.fault)
 
     def check_culprit(self, error: WeightUpdateError) -> None:
         """The error names the struck engine.
@@ -343,7 +349,7 @@ def test_a_resume_refused_for_ever_leaves_a_new_engine_reported_as_paused(
 def test_a_flush_refused_a_few_times_is_asked_for_again(engines: list[ReferenceEngine]) -> None:
     """C10: "not flushed" is a normal answer of a busy engine."""
     trial = Trial(engines, Fault(FLUSH, "refuse", times=3))
-    trial.struck.inject(trial.fault)
+    trial.strike()
     trial.check_healed()
     assert trial.log.count(trial.struck, FLUSH) == 4
 
@@ -434,6 +440,6 @@ def test_a_frozen_engine_is_reported_as_lost_in_time(
 def test_a_slow_step_within_the_deadline_is_no_failure(path: str, engine: ReferenceEngine) -> None:
     """C50: no request is repeated because its answer takes a while."""
     trial = Trial([engine], once(path, "slow", seconds=0.3))
-    engine.inject(trial.fault)
+    trial.strike()
     trial.check_healed()
     assert trial.log.count(engine, path) == 1

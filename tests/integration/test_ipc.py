@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,12 @@ def own_files() -> set[str]:
 
 
 def open_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    """How many files a process has open, less its sockets: HTTP connections come and go."""
+    count = 0
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            count += not os.readlink(file).startswith("socket:")
+    return count
 
 
 # ---- a plain update
@@ -68,13 +74,14 @@ def test_nobody_joins_a_group_and_the_steps_come_in_order(engine: ReferenceEngin
         sender.update_weights(kit.llama(0))
         log = kit.Log(engine)
         report = sender.update_weights(kit.llama(1))
-    steps = (PAUSE, BEGIN, OPEN, END, FLUSH, STAMP, CONTINUE)
-    paths = [r["path"] for r in log.records(engine) if r["path"] in (*steps, INIT, LEAVE)]
+    steps = (PAUSE, BEGIN, OPEN, END, STAMP, CONTINUE)
+    paths = [r["path"] for r in log.records(engine) if r["path"] in (*steps, FLUSH, INIT, LEAVE)]
     assert [p for i, p in enumerate(paths) if i == 0 or paths[i - 1] != p] == list(steps)
     assert log.count(engine, OPEN) == report.buckets
     bodies = log.bodies(engine, OPEN)
     assert {body["abort_all_requests"] for body in bodies} == {False}
-    assert {body["flush_cache"] for body in bodies} == {False}
+    # Two requests are on their way at a time: the log may show them in either order.
+    assert sum(log.flags(engine, OPEN)) == 1
 
 
 def test_whether_memory_can_be_opened_is_tried_before_the_first_update(

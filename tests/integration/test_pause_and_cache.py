@@ -14,7 +14,7 @@ from weight_update import ConfigurationError
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 from . import kit
-from .kit import BEGIN, END, FLUSH, PAUSE, UPDATE
+from .kit import BEGIN, CONTINUE, END, FLUSH, PAUSE, STAMP, UPDATE
 
 SKIPPED = "Skipping the SGLang radix-cache flush"
 PAUSE_VARIABLE = "TORCHRL_SGLANG_PAUSE_GENERATION_MODE"
@@ -133,14 +133,30 @@ def test_no_update_ends_a_request_that_the_mode_keeps(mode: str, at_a: Reference
 # ---- the cache
 
 
-def test_the_cache_is_flushed_after_the_last_tensor_under_retract(at_a: ReferenceEngine) -> None:
-    """C09: no prefix of the old weights is ever served."""
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_the_last_bucket_carries_the_flush(mode: str, at_a: ReferenceEngine) -> None:
+    """C09: only the last one, no second call is needed, and no old prefix is ever served."""
     log = kit.Log(at_a)
-    with kit.make_sender(at_a) as sender:
+    with kit.make_sender(at_a, pause_mode=mode, bucket_bytes=20_000) as sender:
         report = sender.update_weights(kit.llama(1))
     assert report.warnings == ()
-    assert log.count(at_a, FLUSH) == 1
+    assert log.flags(at_a) == [False] * (report.buckets - 1) + [True]
+    assert log.count(at_a, FLUSH) == 0
     assert not is_stale(at_a)
+
+
+def test_a_release_that_ends_over_a_refused_flush_is_flushed_by_a_call_of_its_own() -> None:
+    """C10: it has sessions, yet no update request carries the flush; it follows the last one."""
+    with (
+        ReferenceEngine(kit.llama(0), release="0.5.21") as fragile,
+        kit.make_sender(fragile) as sender,
+    ):
+        kit.served(fragile)
+        log = kit.Log(fragile)
+        sender.update_weights(kit.llama(1))
+        assert log.steps(fragile) == [PAUSE, BEGIN, UPDATE, END, FLUSH, STAMP, CONTINUE]
+        assert not any(log.flags(fragile))
+        assert not is_stale(fragile)
 
 
 def test_the_cache_is_flushed_although_retracted_requests_wait(at_a: ReferenceEngine) -> None:
@@ -161,20 +177,9 @@ def test_frozen_requests_leave_the_cache_stale_and_that_is_said(
     assert all(SKIPPED in report.warnings[0] for report in reports)
     assert caplog.text.count(SKIPPED) == 1
     assert SKIPPED in str(reports[0])
-    assert log.count(at_a, FLUSH) == 0
+    assert log.flushes(at_a) == 0
     assert is_stale(at_a)
     kit.push(at_a, kit.llama(1))
-    assert not is_stale(at_a)
-
-
-def test_the_last_bucket_carries_the_flush_under_abort(at_a: ReferenceEngine) -> None:
-    """C09: only the last one, and no second call is needed."""
-    log = kit.Log(at_a)
-    with kit.make_sender(at_a, pause_mode="abort", bucket_bytes=20_000) as sender:
-        sender.update_weights(kit.llama(1))
-    flags = [body["flush_cache"] for body in log.bodies(at_a, UPDATE)]
-    assert flags == [False] * (len(flags) - 1) + [True]
-    assert log.count(at_a, FLUSH) == 0
     assert not is_stale(at_a)
 
 
@@ -182,7 +187,7 @@ def test_no_flush_is_sent_when_none_is_wanted(at_a: ReferenceEngine) -> None:
     log = kit.Log(at_a)
     with kit.make_sender(at_a, flush_cache_on_update=False) as sender:
         report = sender.update_weights(kit.llama(1))
-    assert log.count(at_a, FLUSH) == 0
+    assert log.flushes(at_a) == 0
     assert "may still be served" in report.warnings[0]
     assert is_stale(at_a)
 
@@ -236,11 +241,11 @@ def test_the_environment_wins_over_the_flush_argument_both_ways(
     with kit.make_sender(at_a, flush_cache_on_update=False) as sender:
         monkeypatch.setenv(FLUSH_VARIABLE, "yes")
         sender.update_weights(kit.llama(1))
-        assert log.count(at_a, FLUSH) == 1
+        assert log.flushes(at_a) == 1
     with kit.make_sender(at_a) as sender:
         monkeypatch.setenv(FLUSH_VARIABLE, "0")
         sender.update_weights(kit.llama(1))
-        assert log.count(at_a, FLUSH) == 1
+        assert log.flushes(at_a) == 1
 
 
 @pytest.mark.parametrize("variable", [PAUSE_VARIABLE, FLUSH_VARIABLE])
@@ -291,7 +296,7 @@ def test_an_older_release_keeps_its_cache_under_retract_and_that_is_said(
     with kit.make_sender(old_at_a) as sender:
         report = sender.update_weights(kit.llama(1))
     assert SKIPPED in report.warnings[0]
-    assert log.count(old_at_a, FLUSH) == 0
+    assert log.flushes(old_at_a) == 0
     assert is_stale(old_at_a)
 
 
@@ -303,7 +308,7 @@ def test_an_older_release_is_flushed_by_a_call_of_its_own_under_abort(
     log = kit.Log(old_at_a)
     with kit.make_sender(old_at_a, pause_mode="abort") as sender:
         sender.update_weights(kit.llama(1))
-    assert {body["flush_cache"] for body in log.bodies(old_at_a, UPDATE)} == {False}
+    assert not any(log.flags(old_at_a))
     assert log.count(old_at_a, FLUSH) == 1
     assert not is_stale(old_at_a)
 
@@ -327,7 +332,7 @@ def test_an_older_and_a_newer_release_are_updated_together(
     with kit.make_sender([old_at_a, at_a]) as sender:
         report = sender.update_weights(kit.llama(1))
     assert (log.count(old_at_a, BEGIN), log.count(at_a, BEGIN)) == (0, 1)
-    assert (log.count(old_at_a, FLUSH), log.count(at_a, FLUSH)) == (0, 1)
+    assert (log.flushes(old_at_a), log.flushes(at_a)) == (0, 1)
     (warning,) = report.warnings
     assert old_at_a.url in warning
     assert at_a.url not in warning

@@ -24,7 +24,7 @@ from weight_update import (
 from weight_update.reference_engine import ReferenceEngine
 
 from . import kit
-from .kit import BEGIN, CONTINUE, END, FLUSH, INIT, LEAVE, PAUSE, STAMP, UPDATE
+from .kit import BEGIN, CONTINUE, END, INIT, LEAVE, PAUSE, STAMP, UPDATE
 
 
 def flat(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -63,9 +63,10 @@ def test_engines_of_a_fleet_have_ranks_of_their_own_in_one_group(
 
 
 def test_the_steps_come_in_order_and_none_is_left_out(engine: ReferenceEngine) -> None:
+    """The flush has no step of its own: the last update request carries it."""
     log = kit.Log(engine)
     kit.push(engine, kit.llama(1))
-    assert log.steps(engine) == [PAUSE, BEGIN, UPDATE, END, FLUSH, STAMP, CONTINUE]
+    assert log.steps(engine) == [PAUSE, BEGIN, UPDATE, END, STAMP, CONTINUE]
     answers = [(r["t0"], r["t1"]) for r in log.records(engine) if r["path"] in kit.STEPS]
     assert all(end <= start for (_, end), (start, _) in pairwise(answers))
 
@@ -78,7 +79,7 @@ def test_no_call_aborts_requests_and_the_label_is_written_once(engine: Reference
     updates = log.bodies(engine, UPDATE)
     assert len(updates) == report.buckets > 2
     assert {body["abort_all_requests"] for body in updates} == {False}
-    assert {body["flush_cache"] for body in updates} == {False}
+    assert log.flags(engine) == [False] * (report.buckets - 1) + [True]
     assert not any("weight_version" in body for body in updates)
     stamp = {"new_version": str(report.version), "abort_all_requests": False}
     assert log.bodies(engine, STAMP) == [stamp]

@@ -513,3 +513,9 @@ def test_other_devices_are_never_looked_up_in_cuda(
     monkeypatch.setattr(torch.cuda, "device_count", forbidden)
 
     options.check_device_exists(device)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "ipc", "disk"])
+def test_an_adapter_by_itself_takes_no_way_of_whole_weights(transport):
+    with pytest.raises(ConfigurationError, match=f"transport='{transport}' carries whole weights"):
+        options.UpdateOptions(lora="adapter", transport=transport)

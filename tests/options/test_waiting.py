@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -21,6 +24,21 @@ class Hands:
 
     def move(self, seconds: float) -> None:
         self.time += seconds
+
+
+class Bucket:
+    """Something large."""
+
+
+def refuse(_: Bucket) -> None:
+    raise ValueError("no")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "condition never came true"
+        time.sleep(0.01)
 
 
 def test_a_deadline_counts_down_and_never_below_zero() -> None:
@@ -81,6 +99,32 @@ def test_a_spawned_call_gives_its_error_whatever_it_is(kind: type[BaseException]
 
     with pytest.raises(kind, match="inside"):
         spawn(fail).result(timeout=5)
+
+
+def test_an_error_that_is_kept_keeps_nothing_that_the_call_had() -> None:
+    """A refused request had a bucket of gigabytes, and the error outlives the sender."""
+    bucket = Bucket()
+    freed = weakref.ref(bucket)
+
+    call = spawn(refuse, bucket)
+    error = call.exception(timeout=5)
+    del bucket
+
+    wait_for(lambda: freed() is None)
+    assert str(error) == "no"
+
+
+def test_no_error_waits_for_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        call = spawn(refuse, Bucket())
+        freed = weakref.ref(call)
+        with pytest.raises(ValueError, match="no"):
+            call.result(timeout=5)
+        del call
+        wait_for(lambda: freed() is None)
+    finally:
+        gc.enable()
 
 
 def test_spawned_calls_never_wait_for_each_other() -> None:

@@ -25,8 +25,14 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(
         monkeypatch.setenv(VARIABLE, str(place))
     with pytest.raises(ConfigurationError, match="cannot be written") as caught:
         SGLangWeightSyncScheme(URL, directory=place if by == "argument" else None)
-    assert repr(str(place)) in caught.value.message
+    name = VARIABLE if by == "environment" else "directory"
+    assert caught.value.message.startswith(f"{name}={str(place)!r} cannot be written: ")
     assert "under this path" in caught.value.remedy
+
+
+def test_an_empty_text_is_no_directory() -> None:
+    with pytest.raises(ConfigurationError, match="it names no folder"):
+        SGLangWeightSyncScheme(URL, directory="")
 
 
 def test_the_argument_wins_over_the_environment(

@@ -136,6 +136,8 @@ def test_a_key_is_in_nothing_that_a_failed_update_leaves(
     watched = Watched(locked, caplog)
     if fault.path in (INIT, "/server_info"):
         watched.sender.shutdown()
+    if fault.path == FLUSH:
+        kit.make_flush_owed(locked)
     locked.inject(fault)
     error = watched.run(2.0 if fault.kind in ("hang", "lie") else 60.0)
     assert [text for text in watched.produced(error) if SECRET in text] == []

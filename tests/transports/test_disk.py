@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
@@ -194,6 +196,32 @@ def test_a_dtype_that_safetensors_cannot_hold_is_an_objection(folders: VersionFo
     ]
 
 
+@pytest.mark.parametrize("name", ["__metadata__", "a\udc80"], ids=["metadata", "no text"])
+def test_a_name_that_safetensors_cannot_hold_is_an_objection(
+    folders: VersionFolders, name: str
+) -> None:
+    plan = plan_buckets(extract_weights({name: torch.ones(1)}), 100)
+    (told,) = DiskPacker(folders).objections(plan)
+    assert "is a name that safetensors cannot hold" in told
+
+
+@pytest.mark.parametrize("name", ["a/../b", "\u00fc \U0001d518", "x" * 5000, ' "\\\n\0', ""])
+def test_other_names_are_read_back(folders: VersionFolders, name: str) -> None:
+    assert list(read_all(written(packer_of(folders), {name: torch.ones(1)}))) == [name]
+
+
+def test_a_source_that_cannot_be_read_is_not_told_as_a_place_that_cannot_be_written(
+    folders: VersionFolders, tmp_path: Path
+) -> None:
+    def gone() -> torch.Tensor:
+        raise FileNotFoundError(2, "No such file", "/checkpoint/model.safetensors")
+
+    weight = Weight(TensorSpec("a", torch.float32, (1,)), CPU, gone)
+    with pytest.raises(FileNotFoundError, match="/checkpoint/model"):
+        packer_of(folders).pack(Bucket((weight,)))
+    assert [file.name for file in home_of(tmp_path).iterdir()] == ["lock"]
+
+
 def test_too_little_space_is_found_before_anything_is_written(
     folders: VersionFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,13 +292,16 @@ def test_a_folder_appears_when_all_of_it_is_written(
     assert place.parent == home_of(tmp_path)
 
 
-def test_at_most_three_folders_are_there_and_the_newest_stays(
+def test_what_engines_serve_stays_however_many_updates_fail_after_it(
     folders: VersionFolders, tmp_path: Path
 ) -> None:
     packer, most = packer_of(folders), 0
+    served = written(packer, {"a": torch.ones(1)})
+    folders.keep_newest()
     for _ in range(5):
         newest = written(packer, {"a": torch.ones(1)})
         most = max(most, len(list(home_of(tmp_path).glob("version-*"))))
+        assert served.is_dir()
     assert most == 3
     folders.keep_newest()
     assert list(home_of(tmp_path).glob("version-*")) == [newest]
@@ -305,6 +336,29 @@ def test_a_home_that_somebody_removed_is_made_anew(folders: VersionFolders, tmp_
     written(packer_of(folders), {"a": torch.ones(1)})
     shutil.rmtree(home_of(tmp_path))
     assert written(packer_of(folders), {"a": torch.ones(1)}).is_dir()
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(
+    folders: VersionFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre has none unless it is mounted with them."""
+
+    def lock(*_: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", lock)
+    assert written(packer_of(folders), {"a": torch.ones(1)}).is_dir()
+
+
+def test_what_a_dead_sender_left_without_a_lock_is_left(
+    folders: VersionFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may live in another container."""
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, "none")))
+    other = tmp_path / f"weight-update-{HOST}-{NOBODY}-{uuid4().hex}"
+    other.mkdir()
+    written(packer_of(folders), {"a": torch.ones(1)})
+    assert other.is_dir()
 
 
 @contextmanager

@@ -111,6 +111,18 @@ def test_a_refused_first_bucket_leaves_the_refuser_old(size: int) -> None:
     assert home.groups[0].given_up
 
 
+def test_nobody_leaves_a_group_where_there_was_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes.FakeGroup, "name", "")
+    home = house(2)
+    home.engines[-1].fail("apply", "refuse")
+
+    failure_of(home)
+    home.push()
+
+    calls = {call for engine in home.engines for call in engine.calls}
+    assert not calls & {"join", "leave"}
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize(
     ("fault", "after"),

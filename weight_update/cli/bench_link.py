@@ -41,7 +41,8 @@ Exit codes:
   0    measured
   1    a server refused, did not come, or failed
   2    wrong arguments
-  130  interrupted; the servers were resumed
+  130  interrupted (143: terminated); the servers are resumed, except that over gloo one may hang
+       that had a part of a broadcast whose rest takes more than 0.5 s
 """
 
 

@@ -97,7 +97,7 @@ def one_interrupt() -> Iterator[None]:
     """Lets Ctrl-C or SIGTERM interrupt once.
 
     What follows puts the servers in a known state, within bounds; a second Ctrl-C would leave
-    it half done.
+    it half done. A command that has no words for it ends with the code of what came.
     """
 
     def interrupt(number: int, _: FrameType | None) -> None:
@@ -109,6 +109,8 @@ def one_interrupt() -> Iterator[None]:
     before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except Terminated as error:
+        raise typer.Exit(Exit.TERMINATED) from error
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -25,6 +25,7 @@ from weight_update.cli.progress import shown
 
 if TYPE_CHECKING:
     from weight_update import SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
+    from weight_update import options as library
     from weight_update.cli.doctor_facts import Facts
     from weight_update.report import EngineOutcome
     from weight_update.weights.checkpoint import Checkpoint
@@ -122,8 +123,8 @@ BucketBytes = Annotated[
         "--bucket-bytes",
         metavar="BYTES",
         min=1,
-        help="Weights of one request; two buckets are held in memory. By default 64 MiB, on CUDA "
-        "2 GiB.",
+        help="Weights of one request; two buckets are held in memory. By default it is chosen from "
+        "the memory that is free; the report says how large it was.",
     ),
 ]
 Transport = Annotated[
@@ -340,8 +341,8 @@ def _rehearse(job: Job) -> None:
 
     try:
         checkpoint = _opened(job)
-        plan = _plan(job, checkpoint)
-        diagnosis = diagnose(_facts(job, checkpoint))
+        facts = _facts(job, checkpoint)
+        plan, diagnosis = _plan(job, checkpoint, facts), diagnose(facts)
     except WeightUpdateError as error:
         _failed(job, error, None)
     if job.as_json:
@@ -352,8 +353,10 @@ def _rehearse(job: Job) -> None:
     raise typer.Exit(Exit.OK if diagnosis.ok else Exit.FAILED)
 
 
-def _plan(job: Job, checkpoint: Checkpoint | SavedStateDict) -> dict[str, Any]:
-    """What would be sent."""
+def _plan(job: Job, checkpoint: Checkpoint | SavedStateDict, facts: Facts) -> dict[str, Any]:
+    """What would be sent, and which way."""
+    way = _way(job, facts)
+    job.scheme.options = replace(job.scheme.options, transport=way)
     plan = job.scheme.create_transport().plan(checkpoint)
     dtypes: Counter[str] = Counter()
     for bucket in plan.buckets:
@@ -364,15 +367,26 @@ def _plan(job: Job, checkpoint: Checkpoint | SavedStateDict) -> dict[str, Any]:
         "tensors": plan.tensors,
         "bytes": plan.nbytes,
         "buckets": len(plan.buckets),
+        "way": way,
         "dtypes": dict(dtypes),
     }
+
+
+def _way(job: Job, facts: Facts) -> library.Transport:
+    """Which way an update would try first."""
+    from weight_update.engines.sglang.capabilities import read_layout
+
+    asked = job.scheme.options.transport
+    if asked != "auto":
+        return asked
+    return "disk" if any(read_layout(s.info).offline for s in facts.servers) else "broadcast"
 
 
 def _plan_line(plan: dict[str, Any]) -> str:
     dtypes = ", ".join(f"{size / 1e6:.1f} MB of {name}" for name, size in plan["dtypes"].items())
     return (
         f"would send {plan['tensors']} tensors, {plan['bytes']} bytes in {plan['buckets']} "
-        f"bucket(s): {dtypes}"
+        f"bucket(s) by {plan['way']}: {dtypes}"
     )
 
 

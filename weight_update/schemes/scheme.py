@@ -30,6 +30,7 @@ from weight_update.options import (
     Verify,
     WhenBusy,
     check_device_exists,
+    check_directory,
     parse_device,
     read_bucket_bytes,
     read_text,
@@ -224,7 +225,11 @@ def _check_named_device(device: DeviceLike) -> None:
 
 
 def _directory(argument: str | os.PathLike[str] | None) -> str | None:
-    return read_text(DIRECTORY_VARIABLE) if argument is None else os.fspath(argument)
+    if argument is not None:
+        return os.fspath(argument)
+    directory = read_text(DIRECTORY_VARIABLE)
+    check_directory(DIRECTORY_VARIABLE, directory)
+    return directory
 
 
 def _master_address(argument: str | None) -> str | None:

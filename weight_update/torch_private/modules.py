@@ -39,3 +39,16 @@ def own_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, 
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         yield module, name, tensor
+
+
+def saved_by(module: nn.Module) -> tuple[object, ...]:
+    """What decides, beside its tensors, what a module's ``state_dict`` has: its class and hooks.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> before = saved_by(layer)
+        >>> _ = layer.register_state_dict_pre_hook(lambda *_: None)
+        >>> saved_by(layer) == before
+        False
+    """
+    return type(module), *module._state_dict_hooks, *module._state_dict_pre_hooks

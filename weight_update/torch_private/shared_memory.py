@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -23,6 +24,7 @@ Opening = tuple[object, ...]
 # Every opening takes one off the count of a file, and the last one off it removes the file. They
 # are added faster than any number of engines takes them, and slowly enough for 32 bits.
 _OPENINGS = 256
+_STDERR = 2
 
 
 class HostMemory:
@@ -41,11 +43,12 @@ class HostMemory:
 
     def __init__(self, nbytes: int) -> None:
         make: Any = torch.UntypedStorage
-        try:
-            self._storage = make._new_using_filename_cpu(nbytes)
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-        self.opening: Opening = self._storage._share_filename_cpu_()
+        with _stderr_kept_from_children():
+            try:
+                self._storage = make._new_using_filename_cpu(nbytes)
+            except RuntimeError as error:
+                raise OSError(str(error)) from error
+            self.opening: Opening = self._storage._share_filename_cpu_()
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(self._storage)
         self.lend()
         _remove_with(self._storage, str(self.opening[1], "ascii"))
@@ -54,6 +57,24 @@ class HostMemory:
         """Lets it be opened some more times."""
         for _ in range(_OPENINGS):
             self._storage._shared_incref()
+
+
+@contextmanager
+def _stderr_kept_from_children() -> Iterator[None]:
+    """torch starts its manager with the first memory, and that ends with the last engine.
+
+    A shell's pipe, or whoever else reads what this process writes, would wait for it.
+    """
+    try:
+        inheritable = os.get_inheritable(_STDERR)
+    except OSError:  # there is none
+        yield
+        return
+    os.set_inheritable(_STDERR, False)
+    try:
+        yield
+    finally:
+        os.set_inheritable(_STDERR, inheritable)
 
 
 def _remove_with(storage: torch.UntypedStorage, name: str) -> None:

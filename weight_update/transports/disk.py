@@ -16,7 +16,7 @@ from weight_update.transports.address import is_here
 from weight_update.transports.folders import VersionFolders
 from weight_update.transports.in_request import NoGroup
 from weight_update.transports.packing import read_as_announced
-from weight_update.transports.tensor_file import can_hold, write_tensors, write_text
+from weight_update.transports.tensor_file import can_hold, can_name, write_tensors, write_text
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.cargo import Cargo, Format, Terms
 from weight_update.weights.checkpoint import INDEX
@@ -74,11 +74,15 @@ class DiskPacker:
 
     def objections(self, plan: Plan | GrowingPlan) -> list[str]:
         """Tensors that no safetensors file can hold."""
-        specs = (spec for bucket in plan.buckets for spec in bucket.specs)
+        specs = [spec for bucket in plan.buckets for spec in bucket.specs]
         return [
             f"{spec.name!r} is {spec.dtype_name}, which safetensors cannot hold"
             for spec in specs
             if not can_hold(spec.dtype)
+        ] + [
+            f"{spec.name!r} is a name that safetensors cannot hold"
+            for spec in specs
+            if not can_name(spec.name)
         ]
 
     @torch.no_grad()
@@ -89,11 +93,13 @@ class DiskPacker:
             WeightMismatchError: A value has another dtype or shape than was announced.
             WeightUpdateError: It cannot be written.
         """
-        given_up = self._given_up
+        given_up, unread = self._given_up, list[OSError]()
         try:
             with self._folders.written(bucket.nbytes) as (folder, place):
-                self._fill(folder, bucket, given_up)
+                self._fill(folder, bucket, given_up, unread)
         except OSError as error:
+            if error in unread:
+                raise  # the place is well: it is the source of the weights that is not
             raise WeightUpdateError(
                 f"weights could not be written under {self._folders.place}: {error}",
                 phase="plan",
@@ -106,12 +112,14 @@ class DiskPacker:
         self._given_up.set()
         self._given_up = threading.Event()
 
-    def _fill(self, folder: Path, bucket: Bucket, given_up: threading.Event) -> None:
+    def _fill(
+        self, folder: Path, bucket: Bucket, given_up: threading.Event, unread: list[OSError]
+    ) -> None:
         files = list(cut(bucket.weights, self._file_bytes))
         weight_map: dict[str, str] = {}
         for number, weights in enumerate(files, start=1):
             name = f"model-{number:05}-of-{len(files):05}.safetensors"
-            with closing(_until(given_up, weights)) as values:
+            with closing(_until(given_up, weights, unread)) as values:
                 write_tensors(folder / name, [weight.spec for weight in weights], values)
             weight_map |= {weight.spec.name: name for weight in weights}
         # Last: who reads a folder without an index reads one that nobody finished.
@@ -144,9 +152,18 @@ def _aligned(file: list[Weight]) -> list[Weight]:
     return sorted(file, key=lambda weight: -weight.spec.dtype.itemsize)
 
 
-def _until(given_up: threading.Event, weights: Sequence[Weight]) -> Generator[torch.Tensor]:
+def _until(
+    given_up: threading.Event, weights: Sequence[Weight], unread: list[OSError]
+) -> Generator[torch.Tensor]:
+    """Values, until they are given up; notes that one could not be read."""
     with closing(read_as_announced(weights)) as values:
         for _ in weights:
             if given_up.is_set():
                 raise WeightUpdateError("the update was given up", phase="plan")
-            yield next(values)
+            try:
+                value = next(values)
+            except OSError as error:
+                unread.append(error)
+                raise
+            yield value
+            del value  # or it would exist while the next is read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -18,11 +19,11 @@ from weight_update.errors import ConfigurationError
 from weight_update.transports.tensor_file import sync_folder
 
 _MEMORY = Path("/dev/shm")
-# The newest, the one before, which an engine may still read, and the one that is being written.
-_KEPT = 3
 # Two versions exist while an update runs, and this is for everything else in them.
 _SPARE_BYTES = 64 << 20
 _LOCK = "lock"
+# Some shared file systems have no locks unless they are mounted with them.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _HOME = re.compile(r"weight-update-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{32}")
 
 
@@ -34,7 +35,7 @@ class VersionFolders:
 
     1. :meth:`written` for each update; leftovers of senders that died on this host go first.
     2. :meth:`keep_newest` once every engine has an update: engines name its folder as their
-       model, so it stays until the next one was taken.
+       model, so it stays until the next one was taken, however many fail in between.
     3. :meth:`close`, or the end of the process, removes everything.
 
     Args:
@@ -45,6 +46,7 @@ class VersionFolders:
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = None if directory is None else directory.absolute()
         self._home: Path | None = None
+        self._taken: list[Path] = []
         self._written: list[Path] = []
         self._cleaner: weakref.finalize[[Path, int, int], VersionFolders] | None = None
 
@@ -67,7 +69,7 @@ class VersionFolders:
             OSError: The same, found out later.
         """
         home = self._at_home(nbytes)
-        self._forget_all_but(_KEPT - 1)
+        self._forget(self._written[:-1])  # an engine may still read the last
         _check_space(home, nbytes)
         name = uuid4().hex
         unfinished, place = home / f".unfinished-{name}", home / f"version-{name}"
@@ -84,18 +86,20 @@ class VersionFolders:
 
     def keep_newest(self) -> None:
         """Every engine has the newest: older ones are removed."""
-        self._forget_all_but(1)
+        if self._written:
+            self._forget([*self._taken, *self._written[:-1]])
+            self._taken, self._written = self._written, []
 
     def close(self) -> None:
         """Removes everything; a later update starts anew."""
-        self._home, self._written = None, []
+        self._home, self._taken, self._written = None, [], []
         if self._cleaner is not None:
             self._cleaner()
 
-    def _forget_all_but(self, count: int) -> None:
-        for old in self._written[:-count]:
+    def _forget(self, folders: list[Path]) -> None:
+        for old in folders:
             shutil.rmtree(old, ignore_errors=True)
-        del self._written[:-count]
+        self._written = [folder for folder in self._written if folder not in folders]
 
     def _at_home(self, nbytes: int) -> Path:
         if self._home is not None and self._home.is_dir():
@@ -105,10 +109,10 @@ class VersionFolders:
         home = directory / f"weight-update-{_this_host()}-{os.getpid()}-{uuid4().hex}"
         try:
             home.mkdir()
-            lock = _locked(home)
+            lock = _locked(home, needed=False)
         except OSError as error:
             raise _unwritable(directory, error) from error
-        self._home, self._written = home, []
+        self._home, self._taken, self._written = home, [], []
         self._cleaner = weakref.finalize(self, _remove_home, home, lock, os.getpid())
         return home
 
@@ -132,14 +136,19 @@ def _remove_unlocked(home: Path) -> None:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _locked(home: Path) -> int:
-    """A lock that the process holds until it ends; raises OSError while another one does."""
+def _locked(home: Path, *, needed: bool = True) -> int:
+    """A lock that the process holds until it ends; raises OSError while another one does.
+
+    Where there are none, one that is not needed is a file like others: nobody ever removes what
+    a sender leaves there, since nobody gets the lock.
+    """
     handle = os.open(home / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
+    except OSError as error:
+        if needed or error.errno not in _NO_LOCKS:
+            os.close(handle)
+            raise
     return handle
 
 

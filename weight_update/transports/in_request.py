@@ -8,12 +8,11 @@ from contextlib import closing
 
 import torch
 
-from weight_update.errors import WeightMismatchError
+from weight_update.transports.packing import read_as_announced
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.cargo import Cargo, Format, Terms
 from weight_update.weights.growing_plan import GrowingPlan
-from weight_update.weights.reading import read_in_turn
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.specs import TensorSpec
 
 Put = Callable[[Mapping[str, torch.Tensor]], None]
 
@@ -26,7 +25,7 @@ class NoGroup:
         device: Where the weights are packed.
     """
 
-    name = "none"
+    name = ""
     address = ""
     port = 0
 
@@ -94,22 +93,15 @@ class RequestPacker:
         Raises:
             WeightMismatchError: A value has another dtype or shape than was announced.
         """
-        with closing(read_in_turn(bucket.weights)) as values:
-            pairs = zip(bucket.weights, values, strict=True)
-            self._put({weight.spec.name: _copied(weight, value) for weight, value in pairs})
+        with closing(read_as_announced(bucket.weights)) as values:
+            pairs = zip(bucket.specs, values, strict=True)
+            self._put({spec.name: _copied(value) for spec, value in pairs})
         return Cargo()
 
     def abandon(self) -> None:
         """Nothing: no buffer is used twice."""
 
 
-def _copied(weight: Weight, value: torch.Tensor) -> torch.Tensor:
-    if value.dtype != weight.spec.dtype or value.shape != weight.spec.shape:
-        raise WeightMismatchError(
-            f"{weight.spec.name!r} was announced as {weight.spec.dtype} {weight.spec.shape} and is "
-            f"{value.dtype} {tuple(value.shape)} now",
-            phase="transfer",
-            remedy="do not change the model while an update runs",
-        )
+def _copied(value: torch.Tensor) -> torch.Tensor:
     # A view would bring all of its storage along.
     return value.detach().to("cpu", copy=True).contiguous()

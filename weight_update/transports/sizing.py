@@ -8,7 +8,7 @@ are. The costs were measured on H200; that of a request is measured anew for eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -100,20 +100,20 @@ def nccl_format(
     tight = ", as large as half of the memory that is free" if room.tight else ""
     if load_format != "auto":
         chosen = flat if load_format == "flattened_bucket" else single
-        return _because(chosen, f"load_format={load_format!r} was asked for{tight}")
+        return replace(chosen, reason=f"load_format={load_format!r} was asked for{tight}")
     if specs is None:
-        return _because(flat, f"flat buckets, since a stream's tensors are not known{tight}")
+        return replace(flat, reason=f"flat buckets, since a stream's tensors are not known{tight}")
     few, many = _costs(specs, room, terms.request_seconds or REQUEST_SECONDS)
     if many.seconds < few.seconds:
         singles = f"{_counted(len(specs), 'tensor')} in {_counted(many.requests, 'request')}"
-        return _because(
+        return replace(
             single,
-            f"one broadcast a tensor: {singles} cost {many}, "
+            reason=f"one broadcast a tensor: {singles} cost {many}, "
             f"{_counted(few.requests, 'flat bucket')} would {few}{tight}",
         )
-    return _because(
+    return replace(
         flat,
-        f"flat buckets: {few.requests} cost {few}, one broadcast a tensor would {many} "
+        reason=f"flat buckets: {few.requests} cost {few}, one broadcast a tensor would {many} "
         f"({_counted(len(specs), 'tensor')}){tight}",
     )
 
@@ -142,10 +142,6 @@ def _costs(specs: Sequence[TensorSpec], room: Rooms, request: float) -> tuple[_C
 
 def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "s")
-
-
-def _because(chosen: Format, reason: str) -> Format:
-    return Format(chosen.bucket_bytes, chosen.packs, reason)
 
 
 def _all(_: TensorSpec) -> bool:

@@ -15,11 +15,22 @@ from weight_update.weights.specs import TensorSpec
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 # Readers map the file: with this, the first tensor starts where any item may.
 _ALIGNED = 8
+_METADATA = "__metadata__"
 
 
 def can_hold(dtype: torch.dtype) -> bool:
     """Whether a file can hold tensors of a dtype."""
     return dtype in _WORDS
+
+
+def can_name(name: str) -> bool:
+    """Whether a file can hold a tensor of a name.
+
+    Example:
+        >>> can_name("model.norm.weight"), can_name("__metadata__")
+        (True, False)
+    """
+    return name != _METADATA and name == name.encode(errors="ignore").decode()
 
 
 def header_of(specs: Sequence[TensorSpec]) -> bytes:
@@ -30,7 +41,7 @@ def header_of(specs: Sequence[TensorSpec]) -> bytes:
         >>> len(header) % 8, header[8:31]
         (0, b'{"__metadata__":{"forma')
     """
-    told: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    told: dict[str, object] = {_METADATA: {"format": "pt"}}
     start = 0
     for spec in specs:
         end = start + spec.nbytes

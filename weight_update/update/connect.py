@@ -83,6 +83,8 @@ def join(
     group = open_group()
 
     def invite(member: Member, _: Attempt) -> None:
+        if not group.name:
+            return
         member.engine.join(
             address=group.address,
             port=group.port,
@@ -153,6 +155,8 @@ def _may_yet_come(call: Future[None]) -> bool:
 
 def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:
     """Has every engine drop the group, all at once; what fails is of no consequence."""
+    if not group.name:
+        return
     deadline = Deadline(seconds)
     calls = [spawn(member.engine.leave, group.name, deadline) for member in fleet.members]
     wait(calls, timeout=deadline.remaining())

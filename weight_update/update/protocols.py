@@ -138,7 +138,11 @@ class Engine(Protocol):
 
 
 class Group(Protocol):
-    """The group that an update's bytes travel in."""
+    """The group that an update's bytes travel in.
+
+    Attributes:
+        name: What engines know it by; empty where bytes take another way, and no engine joins.
+    """
 
     name: str
     address: str

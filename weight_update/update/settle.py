@@ -28,6 +28,7 @@ _log = logging.getLogger("weight_update")
 GRACE_SECONDS = 1.8
 RESUME_SECONDS = 0.5
 _ANSWER_SECONDS = 0.8
+_ARRIVAL_SECONDS = 0.5
 _FLUSH_SECONDS = 0.5
 _PROBE_SECONDS = 0.3
 
@@ -81,6 +82,8 @@ def settle(fleet: Fleet, failure: Failure) -> None:
     a rank of the group.
     """
     if failure.phase == "transfer":
+        if not isinstance(failure.error, Exception):
+            _let_arrive(fleet, failure.grace)
         failure.group.give_up()
     tasks = {m.url: spawn(_settle_engine, m, failure) for m in fleet.members}
     interrupt = _wait_out(tasks.values(), failure.grace)
@@ -95,6 +98,15 @@ def settle(fleet: Fleet, failure: Failure) -> None:
         failure.group.give_up()
     if interrupt is not None:
         raise interrupt
+
+
+def _let_arrive(fleet: Fleet, grace: Deadline) -> None:
+    """An interrupt is no engine's fault, and what is under way comes as ever.
+
+    Gloo never wakes a peer that has a part of a message when the rest does not come.
+    """
+    calls = [member.call for member in fleet.members if member.call is not None]
+    wait(calls, timeout=min(_ARRIVAL_SECONDS, grace.remaining()))
 
 
 def _wait_out(tasks: Iterable[Future[Settled]], grace: Deadline) -> BaseException | None:
@@ -137,7 +149,7 @@ def _unsettled(member: Member, error: object) -> Settled:
 
 def _settle_engine(member: Member, failure: Failure) -> Settled:
     engine, attempt, grace = member.engine, member.attempt, failure.grace
-    if failure.phase == "transfer":
+    if failure.phase == "transfer" and failure.group.name:
         spawn(_leave, engine, failure.group.name, grace)
     words = _await_answer(member, failure.phase, grace)
     suspect = bool(attempt.suspicion) or member.failed_itself

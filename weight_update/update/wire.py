@@ -63,7 +63,7 @@ class Wire:
         self.group: Group | None = None
         self.world_size: int | None = None
         self.request_seconds: float | None = None
-        self.way: Way = next(iter(ways))
+        self.way: Way = next((way for way in ways if way == options.transport), next(iter(ways)))
         self.reasons: tuple[str, ...] = ()
         self.warnings: tuple[str, ...] = ()
         self._ways = ways

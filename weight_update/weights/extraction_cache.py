@@ -15,7 +15,7 @@ from weight_update.weights.families.convert import Converter
 from weight_update.weights.lora.known import KnownAdapted, known_adapted
 from weight_update.weights.lora.merge import is_plain, merges_itself
 from weight_update.weights.names import bare_name, unwrap
-from weight_update.weights.owned import Owned, owned
+from weight_update.weights.owned import ORDINARY, Owned, owned
 from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.shards.wrapped import is_wrapped
 from weight_update.weights.specs import Lasting, Weight
@@ -142,7 +142,7 @@ def _known(module: nn.Module) -> _Known | None:
 
 
 def _is_ordinary(value: Any) -> bool:
-    return type(value) in _ORDINARY and not is_shard(value)
+    return type(value) in ORDINARY and not is_shard(value)
 
 
 def _entry(own: Owned, value: torch.Tensor) -> _Entry:
@@ -152,7 +152,3 @@ def _entry(own: Owned, value: torch.Tensor) -> _Entry:
 
 def _by_owner(weight: Weight, own: Owned) -> Weight:
     return replace(weight, read=own.read, rows=own.rows if weight.spec.shape else None)
-
-
-# Of these, place in memory and strides tell all; a sub-class may hold what they do not show.
-_ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})

@@ -10,6 +10,9 @@ from torch import nn
 
 from weight_update.errors import WeightMismatchError
 
+ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+"""Of these, place in memory and strides tell all; a sub-class may hold what they do not show."""
+
 
 class Owned:
     """A tensor, by the module that owns it.

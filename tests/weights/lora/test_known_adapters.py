@@ -196,3 +196,37 @@ def test_a_known_model_can_swap_its_tensors(make_llama) -> None:
     torch.utils.swap_tensors(factor, nn.Parameter(torch.ones_like(factor)))
 
     assert_same(values(cache.extract(model)), values(extract_weights(model)))
+
+
+def doubled(_module: nn.Module, state: dict[str, Any], *_: object) -> None:
+    state.update({name: 2 * value for name, value in state.items() if name.endswith("norm.weight")})
+
+
+class Doubling(nn.Linear):
+    """Saves something else than it holds."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state[kwargs["prefix"] + "weight"] = 2 * state[kwargs["prefix"] + "weight"]
+        return state
+
+
+def has_a_hook(model: Any) -> None:
+    model.base_model.model.register_state_dict_post_hook(doubled)
+
+
+def has_another_class(model: Any) -> None:
+    model.base_model.model.lm_head.__class__ = Doubling
+
+
+@pytest.mark.parametrize("change", [has_a_hook, has_another_class])
+def test_a_module_that_saves_itself_otherwise_now_is_extracted_anew(make_llama, change) -> None:
+    model = adapted(make_llama())
+    cache = known(model)
+    before = values(cache.extract(model))
+
+    change(model)
+
+    expected = values(extract_weights(model))
+    assert any(not torch.equal(before[name], value) for name, value in expected.items())
+    assert_same(values(cache.extract(model)), expected)

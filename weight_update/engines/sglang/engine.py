@@ -41,8 +41,6 @@ from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way
 from weight_update.waiting import Deadline, spawn
 
-# What stands for a group where bytes take another way is called so.
-_NO_GROUP = "none"
 _POLL_SECONDS = 0.02
 _FROZEN_POLLS = 10
 _FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -192,8 +190,6 @@ class SGLangEngine:
         deadline: Deadline,
     ) -> None:
         """Has the server's ranks join a group; returns when they have."""
-        if group_name == _NO_GROUP:
-            return
         bracketed = ":" in address and self.capabilities.brackets_ipv6
         body = {
             "master_address": f"[{address}]" if bracketed else address,
@@ -211,8 +207,6 @@ class SGLangEngine:
 
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Has the server drop a group; one that it does not know is no error."""
-        if group_name == _NO_GROUP:
-            return
         self._client.destroy_group(group_name, deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:

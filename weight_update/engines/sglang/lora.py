@@ -156,12 +156,6 @@ class SGLangAdapterEngine(SGLangEngine):
         """A new adapter begins without prefixes, and those of the base model stay valid."""
         return True
 
-    def join(self, **_: Any) -> None:
-        """Nothing: the adapter travels in the request."""
-
-    def leave(self, group_name: str, deadline: Deadline) -> None:
-        """Nothing: there is no group."""
-
     def session(self, way: Way) -> AdapterSession:  # type: ignore[override]
         """A session for one update."""
         desk = _Desk(self._client, self._support, self.ranks or 1)

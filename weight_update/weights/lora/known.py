@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.torch_private.modules import own_tensors, walk
+from weight_update.torch_private.modules import own_tensors, saved_by, walk
 from weight_update.weights.extract import merged_weights
 from weight_update.weights.families.convert import Converter
 from weight_update.weights.lora.dense import Dense
 from weight_update.weights.lora.formula import LowRank, Merge
 from weight_update.weights.lora.layers import is_tuner_layer, saved_module, tuner_layer
 from weight_update.weights.lora.merge import adapter_model
-from weight_update.weights.owned import Owned
+from weight_update.weights.owned import ORDINARY, Owned
 from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.shards.wrapped import is_gathered, is_wrapped
 from weight_update.weights.specs import Lasting, TensorSpec, Weight
 
-_ORDINARY = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _LAYERS = "peft.tuners.lora.layer"
 
 _Place = tuple[str, type, int, tuple[int, ...], torch.dtype, torch.Size, torch.device]
@@ -84,13 +83,14 @@ class _Marks:
     """What extraction goes by.
 
     Attributes:
-        modules: Each under the last part of its name; a model may change its parts.
+        modules: Each under the last part of its name, and how it is saved; a model may change
+            its parts.
         places: Of all tensors.
         layers: Which of the modules have adapters.
         adapters: What each of them does with its adapters.
     """
 
-    modules: tuple[tuple[str, weakref.ref[nn.Module]], ...]
+    modules: tuple[tuple[str, weakref.ref[nn.Module], tuple[object, ...]], ...]
     places: list[_Place]
     layers: list[int]
     adapters: list[object]
@@ -98,7 +98,7 @@ class _Marks:
     @classmethod
     def of(cls, base: nn.Module) -> _Marks:
         named = walk(base)
-        modules = tuple((name, weakref.ref(module)) for name, module in named)
+        modules = tuple((name, weakref.ref(part), saved_by(part)) for name, part in named)
         layers = [i for i, (_, module) in enumerate(named) if is_tuner_layer(module)]
         return cls(modules, _places(named), layers, _adapters(named, layers))
 
@@ -106,8 +106,8 @@ class _Marks:
         named = walk(base)
         if len(named) != len(self.modules):
             return False
-        for (name, module), (known, ref) in zip(named, self.modules, strict=True):
-            if ref() is not module or name != known:
+        for (name, module), (known, ref, way) in zip(named, self.modules, strict=True):
+            if ref() is not module or name != known or saved_by(module) != way:
                 return False
         return _adapters(named, self.layers) == self.adapters and _places(named) == self.places
 
@@ -138,8 +138,7 @@ def _adapters(named: Sequence[tuple[str, Any]], layers: Iterable[int]) -> list[o
 
 
 def _shows_its_place(tensor: torch.Tensor) -> bool:
-    """A sub-class may hold what its place and strides do not show."""
-    ordinary = type(tensor) in _ORDINARY and tensor.layout is torch.strided
+    ordinary = type(tensor) in ORDINARY and tensor.layout is torch.strided
     return ordinary and not is_shard(tensor)
 
 
