@@ -61,7 +61,7 @@ class HostMemory:
 
 @contextmanager
 def _stderr_kept_from_children() -> Iterator[None]:
-    """torch starts its manager with the first memory, and that ends with the last engine.
+    """Torch starts its manager with the first memory, and that ends with the last engine.
 
     A shell's pipe, or whoever else reads what this process writes, would wait for it.
     """
