@@ -9,13 +9,14 @@ import json
 import sys
 
 import torch
-from sharded_trainer import llama
 from torch import distributed
 
 from weight_update import SGLangWeightSyncScheme
 
 
 def main(rank: int, ranks: int, port: str, url: str) -> None:
+    from sharded_trainer import llama
+
     torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl",

@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 from requests.adapters import BaseAdapter
 from requests.structures import CaseInsensitiveDict
 
-from weight_update.engines import sglang_facts, sglang_names, sglang_probe, sglang_router
 from weight_update.engines.http import EngineHttp, json_of
+from weight_update.engines.sglang import facts as sglang_facts
+from weight_update.engines.sglang import names as sglang_names
+from weight_update.engines.sglang import probe as sglang_probe
+from weight_update.engines.sglang import router as sglang_router
 from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
     SGLangCapabilities,
