@@ -155,7 +155,7 @@ def test_c02_an_engine_that_is_never_idle_is_resumed_once(
 ) -> None:
     trial = Trial(two, pause_mode="abort")
     with monkeypatch.context() as patched:
-        patched.setattr("weight_update.engines.sglang.running_requests", lambda _: 3)
+        patched.setattr("weight_update.engines.sglang.engine.running_requests", lambda _: 3)
         error = trial.fail(2.0)
     assert isinstance(error, UpdateTimeout)
     assert error.phase == "drain"
@@ -287,6 +287,8 @@ def test_c50_a_step_slower_than_the_deadline_is_named_and_not_repeated(
     if path == INIT:
         trial.sender.shutdown()
     engine.inject(once(path, "slow", seconds=4.0))
+    if path == FLUSH:
+        kit.make_flush_owed(engine)
     error = trial.fail(1.5)
     assert isinstance(error, UpdateTimeout)
     assert error.phase == SLOW_STEPS[path]

@@ -50,6 +50,8 @@ def test_c07_a_failed_update_counts_nowhere_whatever_step_it_failed_in(
     for failing in (False, True, False):
         if failing:
             engine.inject(Fault(path, "refuse", times=None if path == FLUSH else 1))
+            if path == FLUSH:
+                kit.make_flush_owed(engine)
             trial.fail(2.0 if path == FLUSH else 60.0)
             engine.clear_faults()
         else:
@@ -412,6 +414,8 @@ def test_c31_no_call_of_any_mode_asks_to_abort_and_the_label_comes_last(
 def test_c31_a_failed_update_writes_no_label(path: str, two: list[ReferenceEngine]) -> None:
     trial = Trial(two)
     two[0].inject(Fault(path, "refuse"))
+    if path == FLUSH:
+        kit.make_flush_owed(two[0])
     trial.fail(3.0)
     assert [trial.log.count(engine, STAMP) for engine in two] == [0, 0]
     two[0].clear_faults()

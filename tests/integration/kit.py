@@ -31,6 +31,8 @@ FLUSH = "/flush_cache"
 STAMP = "/update_weight_version"
 CONTINUE = "/continue_generation"
 STEPS = (PAUSE, BEGIN, UPDATE, END, FLUSH, STAMP, CONTINUE)
+#: The last update request carries the flush wherever the release can.
+USUAL_STEPS = (PAUSE, BEGIN, UPDATE, END, STAMP, CONTINUE)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
