@@ -26,7 +26,6 @@ ASKED_IN_TURN = [
     "/begin_weight_update",
     "/update_weights_from_distributed",
     "/end_weight_update",
-    "/flush_cache",
     "/weights_checker",
     "/update_weight_version",
     "/continue_generation",

@@ -260,7 +260,11 @@ class SGLangEngine:
         """Whether the last update request may carry the flush.
 
         Releases before 0.5.22 end the whole server over a flush that is refused inside an update.
+        A rank that fails by itself would keep its prefixes while the others drop theirs, and ranks
+        that hold other prefixes break each other's batches: several ranks flush by a call.
         """
+        if self.ranks != 1:
+            return False
         told = self.capabilities.tells_refused_flush
         return told if mode == "retract" else mode == "abort" and self.capabilities.sessions
 
