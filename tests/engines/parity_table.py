@@ -35,8 +35,8 @@ DIFFERENCES: dict[str, str] = {
     "model is garbage.",
     "fused names": "Names of fused layers (`gate_up_proj`, `qkv_proj`) are unknown; SGLang's Llama "
     "loads them.",
-    "other routes": "`/update_weights_from_ipc`, memory release, adapters and the OpenAI routes are "
-    "not there.",
+    "other routes": "`/update_weights_from_ipc`, memory release, adapters and the OpenAI routes "
+    "are not there.",
     "checker": "`/weights_checker` computes checksums only.",
 }
 
@@ -1090,11 +1090,12 @@ WEIGHTS = (
     ),
 )
 
+NO_FOLDER = ("false", "Failed to get weights iterator")
 OTHERS = (
     Case(
         "other ways in for weights",
         (
-            post("/update_weights_from_disk", {"model_path": "/nowhere"}, "success"),
+            post("/update_weights_from_disk", {"model_path": "/nowhere"}, says=NO_FOLDER),
             post("/update_weights_from_tensor", {}),
             post("/update_weights_from_ipc", {}, differs="other routes"),
         ),
