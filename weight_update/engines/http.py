@@ -98,12 +98,15 @@ class EngineHttp:
             _forget_key(error)
             raise self._no_answer(error, f"{method} {route}", phase, deadline) from error
         except ValueError as error:  # a redirect to something that is no address
-            raise EngineUnreachable(
-                f"{method} {route} got an answer that cannot be read: {error}",
-                engine=self.url,
-                phase=phase,
-                remedy="name the server's final URL",
-            ) from error
+            raise self._unreadable(error, f"{method} {route}", phase) from error
+
+    def _unreadable(self, error: ValueError, request: str, phase: Phase) -> EngineUnreachable:
+        return EngineUnreachable(
+            f"{request} got an answer that cannot be read: {error}",
+            engine=self.url,
+            phase=phase,
+            remedy="name the server's final URL",
+        )
 
     def _no_answer(
         self, error: requests.RequestException, request: str, phase: Phase, deadline: Deadline
