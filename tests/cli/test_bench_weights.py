@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,3 +93,32 @@ def test_the_job_lora_needs_peft(
     assert (ended.code, asked) == (2, [])
     assert "peft is not installed" in ended.err
     assert run("bench", "weights", "--job", "names").code == 0
+
+
+@pytest.fixture
+def breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second job fails."""
+
+    def rows(job: str, _: weights.WeightsJobs, __: Mapping[str, Any]) -> Iterator[Row]:
+        if job != weights.JOBS[0]:
+            raise RuntimeError("the engine ended")
+        yield Row(f"the job {job}", "a copy", [Pair(1.0, 4.0)])
+
+    monkeypatch.setattr(weights, "_rows", rows)
+
+
+@pytest.mark.usefixtures("breaks_off")
+def test_rows_that_were_measured_are_shown_whatever_becomes_of_the_next() -> None:
+    ended = run("bench", "weights")
+    assert ended.code == 1
+    assert "0.25x" in ended.out
+    assert f"the job {weights.JOBS[0]}: 1.000 s, 0.25x of a copy" in ended.err
+    assert "the benchmark failed: the engine ended" in ended.err
+
+
+@pytest.mark.usefixtures("breaks_off")
+def test_with_json_rows_that_were_measured_are_a_whole_list() -> None:
+    ended = run("bench", "weights", "--json")
+    assert ended.code == 1
+    (row,) = json.loads(ended.out)
+    assert row["ratio"] == 0.25

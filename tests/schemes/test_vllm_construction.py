@@ -166,8 +166,8 @@ def test_each_part_crosses_processes_and_still_pushes_to_vllm(
     transport = transport_of(rebuild(part(built(".", quorum=1, initial_version=3))))
 
     assert (transport.server_url, transport.version) == (URL, 3)
-    assert isinstance(transport._adapter._courier, AdapterFolders)
-    assert transport._adapter._courier._directory == tmp_path
+    assert isinstance(transport._deployment._courier, AdapterFolders)
+    assert transport._deployment._courier._directory == tmp_path
 
 
 @pytest.mark.parametrize("source", [nn.Linear(1, 1), {"w": torch.ones(1)}], ids=["plain", "dict"])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import typer
 
@@ -41,6 +41,26 @@ def say(text: str) -> None:
 def give(value: Any) -> None:
     """Writes a result as JSON."""
     typer.echo(json.dumps(value, indent=2))
+
+
+class ListOnStdout:
+    """A JSON list whose items are written as they come; it is whole when the block ends."""
+
+    def __init__(self) -> None:
+        self._before = "["
+
+    def give(self, value: Any) -> None:
+        """Writes an item."""
+        typer.echo(f"{self._before}\n{json.dumps(value, indent=2)}", nl=False)
+        self._before = ","
+
+    def __enter__(self) -> Self:
+        """Begins the list."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the list, whatever ended the block."""
+        typer.echo("[]" if self._before == "[" else "\n]")
 
 
 def usage(message: str) -> NoReturn:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from weight_update.cli.output import Exit, console, give, result_on_stdout, say
+from weight_update.cli.output import Exit, ListOnStdout, console, result_on_stdout, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,24 +20,38 @@ def measure(measured: Iterator[Row], *, as_json: bool) -> None:
     """Measures and shows; fails if that fails, or if an engine held other values.
 
     Args:
-        measured: The rows, measured as they are taken.
+        measured: The rows; each is shown as soon as it was taken, whatever becomes of the next.
         as_json: Write a list of them and nothing else.
     """
+    rows: list[Row] = []
     quiet: AbstractContextManager[None] = result_on_stdout() if as_json else nullcontext()
     with quiet:
         try:
-            rows = list(measured)
+            _take(measured, rows, as_json=as_json)
         except (RuntimeError, OSError) as error:  # an engine or a receiver ended, no space
             say(f"the benchmark failed: {error}")
             raise typer.Exit(Exit.FAILED) from error
-        _show(rows, as_json=as_json)
+        finally:
+            if not as_json:
+                _show(rows)
     if any(row.correct is False for row in rows):
         raise typer.Exit(Exit.FAILED)
 
 
-def _show(rows: list[Row], *, as_json: bool) -> None:
-    if as_json:
-        give([row.to_dict() for row in rows])
+def _take(measured: Iterator[Row], rows: list[Row], *, as_json: bool) -> None:
+    listing: AbstractContextManager[ListOnStdout | None]
+    listing = ListOnStdout() if as_json else nullcontext()
+    with listing as written:
+        for row in measured:
+            rows.append(row)
+            _, beside, seconds, limit, ratio, _ = _cells(row)
+            say(f"{row.job}: {seconds} s, {ratio} of {beside} ({limit} s)")
+            if written is not None:
+                written.give(row.to_dict())
+
+
+def _show(rows: list[Row]) -> None:
+    if not rows:
         return
     out = console()
     out.print(_table(rows))

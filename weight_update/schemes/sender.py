@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from weight_update.delivery.delivery import is_whole, provided
+from weight_update.delivery.ranks import refuse_background
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
-from weight_update.schemes.ranks import refuse_background
-from weight_update.schemes.transport import is_whole, provided
 from weight_update.update.background import Background
 from weight_update.waiting import spawn
 from weight_update.weights.extract import Metadata, device_of

@@ -1,48 +1,29 @@
-"""The SGLang transport: assembles engines, group and packer into the one updater."""
+"""The transport of TorchRL's face: a delivery under the names that its trainers call."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from weight_update.engines.sglang.engine import SGLangEngine
+from weight_update.delivery.adapter_push import AdapterPush
+from weight_update.delivery.delivery import Delivery, default_device
+from weight_update.delivery.deployment import Deployment, OpenDeployment, SGLangDeployment
+from weight_update.delivery.ranks import Ranks
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions, parse_device, parse_server_urls
-from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
-from weight_update.schemes.adapter_push import AdapterPush
-from weight_update.schemes.ranks import Ranks
-from weight_update.transports.broadcast import BucketPacker
-from weight_update.transports.disk import DiskPacker, open_no_group
-from weight_update.transports.folders import VersionFolders
-from weight_update.transports.process_group import open_group
-from weight_update.transports.shared_memory import SharedMemoryWay
-from weight_update.update.planning import Payload
-from weight_update.update.reader import nobody_else
-from weight_update.update.rehearsal import Rehearsal
-from weight_update.update.updater import Push, Updater
-from weight_update.update.ways import Ends
-from weight_update.waiting import Deadline
-from weight_update.weights.buckets import Plan
-from weight_update.weights.checkpoint import Checkpoint
-from weight_update.weights.extract import Metadata, match_metadata
-from weight_update.weights.extraction_cache import ExtractionCache
-from weight_update.weights.lora.export import Adapter
-from weight_update.weights.name_map import renamed
-from weight_update.weights.saved_state_dict import SavedStateDict
-from weight_update.weights.specs import Weight
-from weight_update.weights.stream import Stream
-
-Counted = Callable[[int], Sequence[str]]
-OpenAdapterPush = Callable[[UpdateOptions], AdapterPush]
+from weight_update.report import UpdateReport
+from weight_update.weights.extract import Metadata
 
 
-class SGLangCollectiveTransport:
+def to_sglang(options: UpdateOptions, ranks: Ranks) -> Deployment:
+    """SGLang servers, which get whole weights or an adapter by itself."""
+    by_itself = options.lora == "adapter"
+    return AdapterPush.to_sglang(options, ranks) if by_itself else SGLangDeployment(options, ranks)
+
+
+class SGLangCollectiveTransport(Delivery):
     """Broadcasts weights to SGLang servers over a TCP-rendezvous process group.
 
     The trainer is rank 0 of the group and the servers hold the other ranks. Usually
@@ -60,7 +41,7 @@ class SGLangCollectiveTransport:
         flush_cache_on_update: See :class:`SGLangWeightSyncScheme`.
         pause_mode: See :class:`SGLangWeightSyncScheme`.
         options: All of the above and more in one, as the scheme passes them.
-        open_adapter_push: Says how an adapter gets to the servers when it travels by itself.
+        open_deployment: Says what is sent to which kind of server.
 
     Raises:
         ConfigurationError: An argument cannot work.
@@ -84,12 +65,10 @@ class SGLangCollectiveTransport:
         pause_mode: Any = None,
         *,
         options: UpdateOptions | None = None,
-        open_adapter_push: OpenAdapterPush = AdapterPush.to_sglang,
+        open_deployment: OpenDeployment = to_sglang,
     ) -> None:
-        self._urls = list(parse_server_urls(server_url))
-        self._one = isinstance(server_url, str)
-        self.rank = rank
-        self._options = options or UpdateOptions(
+        urls = parse_server_urls(server_url)
+        options = options or UpdateOptions(
             master_address=master_address,
             master_port=master_port,
             num_gpus=_ranks_of(world_size),
@@ -98,41 +77,10 @@ class SGLangCollectiveTransport:
             flush_cache_on_update=flush_cache_on_update,
             pause_mode=pause_mode,
         )
-        self._metadata: Metadata | None = None
-        self._extraction = ExtractionCache()
-        self._model_device: Callable[[], torch.device | None] = _default_device
-        self._ranks = Ranks(self._options.trainer_ranks)
-        self._process = os.getpid()
-        by_itself = self._options.lora == "adapter"
-        self._open_adapter_push = open_adapter_push
-        self._adapter = open_adapter_push(self._options) if by_itself else None
-        directory = self._options.directory
-        self._shared = SharedMemoryWay(self._options.load_format)
-        self._folders = VersionFolders(None if directory is None else Path(directory))
-        self._updater = (
-            self._broadcasts() if self._adapter is None else self._adapter.updater(self._urls)
-        )
-
-    def _broadcasts(self) -> Updater:
-        shared = self._shared
-        return Updater(
-            self._urls,
-            lambda url: SGLangEngine(url, self._options.http),
-            {
-                "broadcast": self._ranks.ends(
-                    Ends(open_group, lambda device: BucketPacker(device, self._options.load_format))
-                ),
-                "ipc": Ends(
-                    lambda urls, _, __, device: shared.open_group(urls, device),
-                    shared.open_packer,
-                ),
-                "disk": Ends(
-                    lambda urls, options, *_: open_no_group(urls, options),
-                    lambda _: DiskPacker(self._folders),
-                ),
-            },
-            self._options,
-        )
+        super().__init__(urls, options, open_deployment)
+        self._one = isinstance(server_url, str)
+        self.rank = rank
+        self._model_device: Callable[[], torch.device | None] = default_device
 
     @property
     def server_url(self) -> str | list[str]:
@@ -170,11 +118,6 @@ class SGLangCollectiveTransport:
         return device.index if device.type == "cuda" else device
 
     @property
-    def timeout(self) -> float:
-        """Seconds for a whole connect or update."""
-        return self._options.timeout
-
-    @property
     def flush_cache_on_update(self) -> bool | None:
         """As given."""
         return self._options.flush_cache_on_update
@@ -183,16 +126,6 @@ class SGLangCollectiveTransport:
     def pause_mode(self) -> str:
         """The effective pause mode, environment included."""
         return self._options.effective_pause_mode()
-
-    @property
-    def engines(self) -> Mapping[str, EngineOutcome]:
-        """What is known of each engine, by URL."""
-        return self._updater.engines
-
-    @property
-    def version(self) -> int:
-        """The last version that was counted; before the first, ``initial_version`` or 0."""
-        return self._updater.version
 
     def init_all_workers_group(
         self, model_metadata: Metadata | None, *, device: torch.device | None = None
@@ -212,7 +145,7 @@ class SGLangCollectiveTransport:
             raise WeightUpdateError("Only rank 0 can initialise the weight-update group")
         self._refuse_fork()
         self._metadata = None if model_metadata is None else dict(model_metadata)
-        self._connect(device)
+        self.connect(device)
 
     def send_weights(self, model_id: Any, weights: Any = None) -> UpdateReport:
         """Checks the weights against the metadata, then runs one update.
@@ -238,181 +171,11 @@ class SGLangCollectiveTransport:
         # Metadata of a whole model is matched in full.
         return self.update(lambda: weights, whole=True)
 
-    def update(
-        self,
-        source: Callable[[], Any],
-        counted: Counted | None = None,
-        *,
-        whole: bool | None = None,
-        progress: ProgressHook | None = None,
-    ) -> UpdateReport:
-        """Runs one update; makes the group first if there is none.
-
-        Args:
-            source: Returns what to send; matched with the metadata if there is one.
-            counted: Called with the new version before any engine continues.
-            whole: Whether it is a whole model, and not some weights only: servers with mixed
-                weights are healed by a whole one. None tells by the kind of source.
-            progress: Told of each phase and of each confirmed bucket.
-        """
-        self._refuse_fork()
-        counted = counted or _nothing
-
-        def count(version: int) -> Sequence[str]:
-            if self._adapter is not None:
-                self._adapter.forget()
-            self._folders.keep_newest()
-            return counted(version)
-
-        def push(
-            read: Callable[[], Payload], check_readers: Callable[[], None] = nobody_else
-        ) -> UpdateReport:
-            return self._updater.update(Push(read, count, progress, check_readers))
-
-        def followed(report: UpdateReport) -> None:
-            self._updater.version = report.version
-            counted(report.version)
-
-        return self._ranks.update(
-            lambda: provided(source()),
-            lambda given: self._payload(given, whole),
-            push,
-            followed,
-            Deadline(self.timeout),
-            self._urls,
-        )
-
-    def snapshot(self, source: Any) -> Any:
-        """A copy of the weights, on their device, which training does not change.
-
-        Args:
-            source: What an update takes; a checkpoint on disk is returned as it is.
-
-        Raises:
-            ConfigurationError: It is read while it is sent.
-        """
-        if self._adapter is not None:
-            return self._adapter.snapshot(source)
-        if isinstance(source, (Checkpoint, SavedStateDict)):
-            return source
-        if isinstance(source, Stream):
-            raise ConfigurationError(
-                "a stream is read while it is sent, and cannot be copied beforehand",
-                phase="plan",
-                remedy="pass snapshot=False, and weights that do not change meanwhile",
-            )
-        return {weight.spec.name: weight.read().clone() for weight in self._extract(source)}
-
-    def recover(
-        self,
-        source: Callable[[], Any],
-        counted: Counted | None = None,
-        *,
-        progress: ProgressHook | None = None,
-    ) -> UpdateReport:
-        """Waits for engines that do not answer, for half the time-out, then pushes a whole model.
-
-        Args:
-            source: Returns the model or checkpoint to send.
-            counted: Called with the new version before any engine continues.
-            progress: Told of each phase and of each confirmed bucket.
-        """
-        self._refuse_fork()
-        self._updater.await_return()
-        return self.update(source, counted, progress=progress)
-
-    def add_engine(self, url: str) -> None:
-        """Adds a server from the next update on."""
-        self._refuse_fork()
-        (url,) = parse_server_urls(url)
-        self._updater.add_engine(url)
-        self._urls.append(url)
-
-    def remove_engine(self, url: str) -> None:
-        """Takes a server out of the fleet; it drops the group and is asked nothing any more."""
-        self._refuse_fork()
-        (url,) = parse_server_urls(url)
-        self._updater.remove_engine(url)
-        self._urls = [known for known in self._urls if known != url]
-
-    def plan(self, source: Any) -> Plan:
-        """What an update would send, in which requests; no server is asked.
-
-        Args:
-            source: A mapping of names to tensors, a TensorDict, a module or a checkpoint.
-        """
-        return self._updater.plan(self._extract(source))
-
-    @property
-    def harmless_name(self) -> str:
-        """The name of a weight that no server keeps."""
-        return self._updater.roster.members[0].engine.harmless_name
-
-    def rehearse(self, plan: Plan) -> Rehearsal:
-        """Sends a plan of harmless names, in a short pause; no weight and no label changes.
-
-        Raises:
-            RuntimeError: No group was made, or a server failed.
-        """
-        self._refuse_fork()
-        return self._updater.rehearse(plan)
-
-    def _payload(self, source: Any, whole: bool | None) -> Payload:
-        whole = is_whole(source) if whole is None else whole
-        if isinstance(source, Stream):
-            return Payload((), whole, source)
-        return Payload(self._extract(source), whole)
-
-    def _extract(self, source: Any) -> tuple[Weight, ...]:
-        extracting = self._extraction if self._adapter is None else self._adapter
-        extracted = extracting.extract(source)
-        if self._options.name_map is not None:
-            extracted = tuple(renamed(extracted, self._options.name_map))
-        if self._metadata is None or self._adapter is not None:  # it tells of merged weights
-            return extracted
-        return match_metadata(extracted, self._metadata)
-
-    def check_connection(self) -> bool:
-        """Whether a group exists, of this rank or of one that it follows."""
-        return self._updater.connected or self._ranks.followed
-
-    def flush_cache(self) -> bool:
-        """Flushes the prefix cache of every server; False if one did not (the log says why)."""
-        self._refuse_fork()
-        return self._updater.flush_cache()
-
-    def shutdown(self) -> None:
-        """Gives the group up on both ends, and removes what it wrote; never raises.
-
-        After a fork it does nothing: the group is still the parent's.
-        """
-        if os.getpid() == self._process:
-            self._ranks.close()
-            self._updater.shutdown()
-            self._folders.close()
-            self._shared.close()
-
-    def _refuse_fork(self) -> None:
-        # A fork shares the parent's sockets but has none of its threads: half an update would
-        # leave the parent's engines paused.
-        if os.getpid() != self._process:
-            raise ConfigurationError(
-                f"this transport belongs to process {self._process} and does not survive a fork",
-                remedy="create the sender in the process that uses it, or pickle it",
-            )
-
-    # TorchRL's collectors call these two around the first update.
+    # TorchRL's collectors call these around the first update.
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Makes the group; sends nothing."""
-        self._refuse_fork()
-        self._connect(self._model_device())
-
-    def _connect(self, device: torch.device | None) -> None:
-        def connect() -> None:
-            self._updater.connect(device or _default_device())
-
-        self._ranks.connect(connect, Deadline(self.timeout), self._urls)
+        self.connect(self._model_device())
 
     def follow(self, model_device: Callable[[], torch.device | None]) -> None:
         """Says where the weights will live, for a group that is made before any are sent."""
@@ -440,38 +203,19 @@ class SGLangCollectiveTransport:
 
     def __reduce__(self) -> Any:
         """Pickles as configuration: sockets and groups stay with the process that made them."""
-        resumed = self._options.initial_version is not None  # it counts on by itself, not by labels
-        options = replace(self._options, initial_version=self.version) if resumed else self._options
-        return (_rebuild, (self.server_url, self.rank, options, self._open_adapter_push))
-
-
-def provided(source: Any) -> Any:
-    """What a source is: a function is asked for it, and an iterator becomes a stream."""
-    known = isinstance(source, (nn.Module, type))
-    given = source() if callable(source) and not known else source
-    return Stream(given) if isinstance(given, Iterator) else given
-
-
-def is_whole(source: Any) -> bool:
-    """Whether a source is a whole model, and not a mapping that may hold some weights only."""
-    if isinstance(source, Stream):
-        return source.whole
-    return isinstance(source, (nn.Module, Checkpoint, SavedStateDict, Adapter))
+        settings = (self.server_url, self.rank, self._resumed_options(), self._open_deployment)
+        return (_rebuild, settings)
 
 
 def _rebuild(
     server_url: str | list[str],
     rank: int,
     options: UpdateOptions,
-    open_adapter_push: OpenAdapterPush,
+    open_deployment: OpenDeployment,
 ) -> SGLangCollectiveTransport:
     return SGLangCollectiveTransport(
-        server_url, rank=rank, options=options, open_adapter_push=open_adapter_push
+        server_url, rank=rank, options=options, open_deployment=open_deployment
     )
-
-
-def _nothing(_: int) -> Sequence[str]:
-    return ()
 
 
 def _ranks_of(world_size: Any) -> int | None:
@@ -480,9 +224,3 @@ def _ranks_of(world_size: Any) -> int | None:
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
         raise ConfigurationError(f"world_size={world_size!r} must be a whole number above one")
     return world_size - 1
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from weight_update.delivery.adapter_push import AdapterPush
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
     HttpOptions,
@@ -21,7 +22,6 @@ from weight_update.options import (
     WhenBusy,
     check_choice,
 )
-from weight_update.schemes.adapter_push import AdapterPush
 from weight_update.schemes.sender import SGLangWeightSender
 from weight_update.schemes.server_scheme import ServerScheme
 from weight_update.schemes.transport import SGLangCollectiveTransport
@@ -125,7 +125,7 @@ class VLLMWeightSyncScheme(ServerScheme):
         return SGLangCollectiveTransport(
             self.server_url,
             options=self.options,
-            open_adapter_push=partial(AdapterPush.to_vllm, directory=self.adapter_directory),
+            open_deployment=partial(AdapterPush.to_vllm, directory=self.adapter_directory),
         )
 
 

@@ -20,6 +20,8 @@ from weight_update.errors import ConfigurationError
 
 _POLL_SECONDS = 0.005
 _FOREVER = timedelta(days=1)
+# Communicators of a group are counted from 0, and their ids kept under the number.
+_FIRST_COMMUNICATOR = "0"
 
 
 class RendezvousAbandoned(RuntimeError):
@@ -154,6 +156,23 @@ def build_nccl(store: Store, world_size: int, group_name: str, rank: int = 0) ->
     options.group_name = group_name
     options.global_ranks_in_group = list(range(world_size))
     return nccl(store, rank, world_size, options)
+
+
+def nccl_unique_id(store: Store) -> bytes | None:
+    """What peers that have no torch group join an NCCL group by: NCCL's own id of it.
+
+    Rank 0 makes it when its group is asked for the first collective, writes it here for the other
+    ranks, and blocks until they all came. So ask for that collective in a thread of its own, and
+    ask here again and again meanwhile. A peer calls ``ncclCommInitRank`` with the id, the group's
+    world size and its rank, and takes part in that first collective like any rank.
+
+    Args:
+        store: What rank 0's group was built with; each serves one group.
+
+    Returns:
+        128 bytes, or None as long as rank 0 has not begun.
+    """
+    return store.get(_FIRST_COMMUNICATOR) if store.check([_FIRST_COMMUNICATOR]) else None
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> Any:

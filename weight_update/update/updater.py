@@ -72,12 +72,14 @@ class Push:
             continues; returns warnings.
         progress: Told of each phase and of each confirmed bucket.
         check_readers: Raises when somebody else who takes part in the reading failed.
+        bucket_bytes: The size of a bucket of this update; None leaves it to the options.
     """
 
     read: Callable[[], Payload]
     counted: Callable[[int], Sequence[str]]
     progress: ProgressHook | None = None
     check_readers: Callable[[], None] = nobody_else
+    bucket_bytes: int | None = None
 
 
 @dataclass
@@ -420,8 +422,9 @@ class Updater:
         engine_bytes = min(known) if known and len(known) == len(free) else None
 
         def choose(weights: Sequence[Weight] | None) -> Format:
+            asked = None if run is None else run.push.bucket_bytes
             terms = Terms(
-                self.options.bucket_bytes,
+                asked or self.options.bucket_bytes,
                 engine_bytes,
                 self._wire.request_seconds,
                 in_place=device.type == "cuda"

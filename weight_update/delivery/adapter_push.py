@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from weight_update.delivery.ranks import Ranks
 from weight_update.engines.lora import AdapterCourier, AdapterFolders
 from weight_update.engines.sglang.lora import SGLangAdapterEngine
 from weight_update.engines.vllm.engine import VLLMAdapterEngine
@@ -31,6 +32,8 @@ class AdapterPush:
         open_engine: Makes the engine at a URL.
     """
 
+    merges = False
+
     def __init__(
         self,
         options: UpdateOptions,
@@ -40,13 +43,13 @@ class AdapterPush:
         self._options, self._courier, self._open_engine = options, courier, open_engine
 
     @classmethod
-    def to_sglang(cls, options: UpdateOptions) -> AdapterPush:
+    def to_sglang(cls, options: UpdateOptions, _: Ranks) -> AdapterPush:
         """Pushes to SGLang servers, inside requests."""
         courier = AdapterCourier(options.lora_name)
         return cls(options, courier, lambda url: SGLangAdapterEngine(url, options.http, courier))
 
     @classmethod
-    def to_vllm(cls, options: UpdateOptions, directory: Path) -> AdapterPush:
+    def to_vllm(cls, options: UpdateOptions, _: Ranks, *, directory: Path) -> AdapterPush:
         """Pushes to vLLM servers, through a directory that they and the trainer see."""
         folders = AdapterFolders(options.lora_name, directory)
         return cls(options, folders, lambda url: VLLMAdapterEngine(url, options.http, folders))
@@ -70,9 +73,12 @@ class AdapterPush:
         self._courier.announce(adapter.config)
         return adapter.weights
 
-    def forget(self) -> None:
+    def counted(self) -> None:
         """Every engine has the adapter: its values are not kept."""
         self._courier.forget()
+
+    def close(self) -> None:
+        """Nothing: the adapters that were written stay, since requests may read them again."""
 
     def snapshot(self, source: Any) -> Adapter:
         """A copy of the adapter which training does not change."""

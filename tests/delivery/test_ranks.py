@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from weight_update.delivery import ranks
 from weight_update.report import UpdateReport
-from weight_update.schemes import ranks
 from weight_update.update.planning import Payload
 from weight_update.waiting import Deadline
 from weight_update.weights.extract import extract_weights

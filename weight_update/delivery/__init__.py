@@ -1,0 +1,1 @@
+"""From a source of weights to every engine: what both faces assemble."""

@@ -1,0 +1,1 @@
+"""Facades that make plain trainers and servers fit the synchronizers."""
