@@ -15,6 +15,9 @@ if TYPE_CHECKING:
         ConfigurationError,
         EngineRejected,
         EngineUnreachable,
+        MissingSetting,
+        NotSupported,
+        RefitAborted,
         UpdateTimeout,
         WeightMismatchError,
         WeightUpdateError,
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from weight_update.schemes.sender import SGLangWeightSender
     from weight_update.schemes.transport import SGLangCollectiveTransport
     from weight_update.schemes.vllm import VLLMWeightSender, VLLMWeightSyncScheme
+    from weight_update.synchronizers.factory import create_weight_synchronizer
+    from weight_update.synchronizers.interface import WeightSynchronizer
     from weight_update.weights.checkpoint import Checkpoint
     from weight_update.weights.extract import get_model_metadata
     from weight_update.weights.extract import get_model_metadata as get_sglang_model_metadata
@@ -44,6 +49,9 @@ _HOMES = {
     "ConfigurationError": "errors",
     "EngineRejected": "errors",
     "EngineUnreachable": "errors",
+    "MissingSetting": "errors",
+    "NotSupported": "errors",
+    "RefitAborted": "errors",
     "UpdateTimeout": "errors",
     "WeightMismatchError": "errors",
     "WeightUpdateError": "errors",
@@ -59,6 +67,8 @@ _HOMES = {
     "SGLangCollectiveTransport": "schemes.transport",
     "VLLMWeightSender": "schemes.vllm",
     "VLLMWeightSyncScheme": "schemes.vllm",
+    "create_weight_synchronizer": "synchronizers.factory",
+    "WeightSynchronizer": "synchronizers.interface",
     "Checkpoint": "weights.checkpoint",
     "SavedStateDict": "weights.saved_state_dict",
     "Stream": "weights.stream",
@@ -73,6 +83,9 @@ __all__ = [
     "EngineRejected",
     "EngineState",
     "EngineUnreachable",
+    "MissingSetting",
+    "NotSupported",
+    "RefitAborted",
     "SGLangCollectiveTransport",
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
@@ -83,7 +96,9 @@ __all__ = [
     "VLLMWeightSender",
     "VLLMWeightSyncScheme",
     "WeightMismatchError",
+    "WeightSynchronizer",
     "WeightUpdateError",
+    "create_weight_synchronizer",
     "get_model_metadata",
     "get_sglang_model_metadata",
     "is_aborted",

@@ -27,6 +27,9 @@ Phase = Literal[
     "continue",
 ]
 
+TRANSFER_FAILED = "Weight transfer failed: "
+"""How synchronizers begin the message of a refit that failed, which their users match on."""
+
 
 class WeightUpdateError(RuntimeError):
     """Base of every error this library raises.
@@ -72,7 +75,8 @@ class WeightUpdateError(RuntimeError):
             text += f" [{self.remedy}]"
         if self.report is not None:
             outcomes = self.report.engines.values()
-            lines = (str(o).removesuffix(f": {self.message}") for o in outcomes)
+            words = self.message.removeprefix(TRANSFER_FAILED)
+            lines = (str(o).removesuffix(f": {words}") for o in outcomes)
             text += "".join(f"\n  {line}" for line in lines)
             text += "".join(f"\n  next: {step}" for step in self._next_steps(self.report))
         return text
@@ -116,6 +120,14 @@ class ConfigurationError(WeightUpdateError, ValueError):
     """An argument, an environment variable or a deployment that cannot work as given."""
 
 
+class MissingSetting(ConfigurationError, KeyError):
+    """A configuration lacks something that has no default."""
+
+
+class NotSupported(WeightUpdateError, NotImplementedError):
+    """A deployment that is not there yet; the text names what works instead."""
+
+
 class WeightMismatchError(WeightUpdateError, ValueError):
     """The weights differ from what was announced: names, dtypes, shapes or values."""
 
@@ -151,6 +163,13 @@ class EngineUnreachable(WeightUpdateError, ConnectionError):
 
 class UpdateTimeout(WeightUpdateError, TimeoutError):
     """The deadline passed in the named phase."""
+
+
+class RefitAborted(WeightUpdateError):
+    """Workers gave a refit up at its deadline, since somebody did not take part."""
+
+    marks = ("refit-aborted", "RefitAborted")
+    """What a worker's words have in them then; a call through an engine keeps no types."""
 
 
 def some_of(names: Sequence[str], shown: int = 3) -> str:

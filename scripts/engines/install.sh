@@ -5,11 +5,12 @@ usage() {
     cat <<'TEXT'
 Install real inference engines for a CPU machine, each into its own .engines/NAME/.
 
-    bash scripts/engines/install.sh                 # all of them, two at a time
+    bash scripts/engines/install.sh                 # all but the optional, two at a time
     bash scripts/engines/install.sh sglang-0.5.9    # one
 
 An engine is a pair of files beside this script that pin everything it imports: NAME.txt, and
-NAME.nodeps.txt for the packages whose own dependency lists ask for GPU builds. A second run
+NAME.nodeps.txt for the packages whose own dependency lists ask for GPU builds. An engine that
+optional.txt lists is installed when it is named, and no test fails for want of it. A second run
 with the same pins and a finished environment does nothing; changed pins build it anew. Every
 line of the output names its engine, and the exit status is not 0 unless all are installed.
 
@@ -24,6 +25,14 @@ TEXT
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 script="$here/$(basename "${BASH_SOURCE[0]}")"
 home="$(cd "$here/../.." && pwd)/.engines"
+
+# Those of optional.txt, which a run that names none leaves out.
+is_optional() { [[ -f "$here/optional.txt" ]] && grep -qxF -- "$1" "$here/optional.txt"; }
+
+usual_engines() {
+    local name
+    for name in $(known_engines); do is_optional "$name" || echo "$name"; done
+}
 
 known_engines() { (cd "$here" && ls ./*.nodeps.txt | sed 's|^\./||; s|\.nodeps\.txt$||'); }
 
@@ -108,7 +117,7 @@ main() {
         echo "no engine is called $name; there are: $(known_engines | xargs)" >&2
         return 2
     done
-    [[ $# -gt 0 ]] || set -- $(known_engines)
+    [[ $# -gt 0 ]] || set -- $(usual_engines)
     printf '%s\n' "$@" | xargs -P 2 -I{} bash "$script" --labelled {} || return 1
 }
 

@@ -1,4 +1,4 @@
-"""The examples and the tutorial run as a reader would run them."""
+"""The examples and the tutorials run as a reader would run them, and as README and docs show."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update.reference_engine import ReferenceEngine
 
 ROOT = Path(__file__).resolve().parents[2]
+SHOWN = re.compile(r"^\.venv/bin/python ((?:examples|tutorials)/.*)$", re.MULTILINE)
+BASH = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Without arguments unless they are here.
+RUN_HERE = {
+    "examples/plain_pytorch.py",
+    "examples/torchrl_grpo_loop.py",
+    "examples/colocated.py",
+    "examples/push_from_the_command_line.py",
+    "examples/refit_sglang_colocated.py",
+    "tutorials/push_a_model_into_a_live_server.py",
+    "tutorials/choose_your_row.py",
+}
 
 
 def run(script: str, *arguments: str) -> str:
@@ -30,14 +44,32 @@ def run(script: str, *arguments: str) -> str:
     return ended.stdout
 
 
+def commands_of(document: Path) -> set[str]:
+    """The examples and tutorials that a document says to run."""
+    blocks = BASH.findall(document.read_text())
+    return {found for block in blocks for found in SHOWN.findall(block)}
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda path: path.name
+)
+def test_what_a_document_says_to_run_is_run_here(document: Path) -> None:
+    """The script that runs the other commands of the README leaves these out."""
+    assert commands_of(document) <= RUN_HERE
+
+
+def test_the_readme_shows_examples() -> None:
+    assert "examples/plain_pytorch.py" in commands_of(ROOT / "README.md")
+
+
 def test_plain_pytorch_teaches_the_server_what_the_trainer_learns() -> None:
-    printed = run("examples/plain_pytorch.py", "--steps", "40", "--push-every", "20")
-    first, last = (float(loss) for loss in re.findall(r"loss (\S+)", printed))
+    printed = run("examples/plain_pytorch.py")
+    first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", printed))
     assert last < first
     right = [int(count) for count in re.findall(r"\((\d) of 8 right\)", printed)]
-    assert len(right) == 3  # before any push, and after each
+    assert len(right) == 11  # before any push, and after each
     assert right[-1] > right[0]
-    assert re.search(r"http://\S+ new \(version 2\)", printed)
+    assert re.search(r"http://\S+ new \(version 10\)", printed)
 
 
 def checkpoint(directory: Path) -> str:
@@ -74,6 +106,42 @@ def test_weights_get_to_a_colocated_server_through_shared_memory() -> None:
     assert re.search(r"http://\S+ new \(version 3\)", printed)
 
 
+def rights(printed: str) -> list[int]:
+    """How many of the eight tokens the server had right, each time that it was asked."""
+    return [int(count) for count in re.findall(r"\((\d) of 8 right\)", printed)]
+
+
+def test_trainer_and_server_that_share_memory_lend_it_to_each_other() -> None:
+    printed = run("examples/refit_sglang_colocated.py")
+    before, *after = rights(printed)
+    assert after[-1] > before
+    assert len(after) == 4
+    assert "by ipc over shared memory" in printed
+    assert re.search(r"http://\S+ new \(version 4\)", printed)
+
+
+def test_a_server_of_ones_own_is_updated_by_the_colocated_row(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    with ReferenceEngine(model) as server:
+        arguments = ["--server", server.url, "--model", model, "--rounds", "1"]
+        printed = run("examples/refit_sglang_colocated.py", *arguments)
+        assert f"{server.url} new (version 1)" in printed
+
+
+@pytest.mark.parametrize("name", ["refit_sglang_colocated.py", "refit_vllm.py"])
+def test_a_server_without_its_model_is_refused(name: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), "--server", "http://a.test:1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "--server needs --model" in ended.stderr
+
+
 def test_a_checkpoint_is_pushed_from_the_command_line() -> None:
     printed = run("examples/push_from_the_command_line.py")
     before, after = re.findall(r"the server generates (\[.*\])", printed)
@@ -83,15 +151,42 @@ def test_a_checkpoint_is_pushed_from_the_command_line() -> None:
 
 
 def test_the_reward_of_the_grpo_loop_rises() -> None:
-    printed = run("examples/torchrl_grpo_loop.py", "--steps", "12")
+    printed = run("examples/torchrl_grpo_loop.py")
     ends = re.search(r"reward: first (\S+), last (\S+)", printed)
     assert ends, printed
     assert float(ends[2]) > float(ends[1]) + 0.2
-    assert re.findall(r"lag (\d+)", printed) == ["0"] * 12
-    assert "updates counted by the collector: 12 of 12" in printed
+    assert re.findall(r"lag (\d+)", printed) == ["0"] * 30
+    assert "updates counted by the collector: 30 of 30" in printed
 
 
 def test_the_tutorial_keeps_its_promises() -> None:
     printed = run("tutorials/push_a_model_into_a_live_server.py")
     assert re.search(r"http://\S+ mixed \(version unknown, paused\)", printed)
     assert "Skipping the SGLang radix-cache flush" in printed
+
+
+def test_the_tutorial_of_the_rows_keeps_its_promises() -> None:
+    printed = run("tutorials/choose_your_row.py")
+    assert "Weight transfer failed" in printed
+    assert "by broadcast over gloo" in printed
+    assert "by ipc over shared memory" in printed
+    assert "CollectiveWeightSynchronizer\nIPCWeightSynchronizer" in printed
+    assert "generation by Megatron is not there yet" in printed
+
+
+SVG = "http://www.w3.org/2000/svg"
+PICTURES = sorted((ROOT / "docs" / "topologies").glob("*.svg"))
+
+
+def test_every_picture_is_shown_in_the_tutorial_and_every_one_that_is_shown_exists() -> None:
+    text = (ROOT / "tutorials" / "choose_your_row.py").read_text()
+    shown = re.findall(r"image:: \.\./docs/topologies/(\S+)", text)
+    assert sorted(shown) == [picture.name for picture in PICTURES]
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_a_picture_says_what_it_shows(picture: Path) -> None:
+    root = ElementTree.parse(picture).getroot()
+    title, description = (root.findtext(f"{{{SVG}}}{tag}") for tag in ("title", "desc"))
+    assert title
+    assert description

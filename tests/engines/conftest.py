@@ -61,6 +61,25 @@ def sglang_at_a(sglang: SGLangServer, tiny_models: TinyModels) -> SGLangServer:
     return sglang
 
 
+@pytest.fixture(scope="session")
+def spare_server(
+    tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
+    """A second server, which tests may restart and kill."""
+    require(engine_of(RELEASE))
+    with SGLangServer(tiny_models.a, tmp_path_factory.mktemp("spare") / "server.log") as server:
+        yield server
+
+
+@pytest.fixture
+def spare(spare_server: SGLangServer, tiny_models: TinyModels) -> SGLangServer:
+    """The second server on model A; one that an earlier test left dead is started again."""
+    if not spare_server.is_serving():
+        spare_server.restart()
+    spare_server.load(tiny_models.a)
+    return spare_server
+
+
 @pytest.fixture(scope="session", params=COMBINATIONS, ids="-".join)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -87,17 +106,24 @@ def at_a(served: Served) -> Served:
 
 @dataclass(frozen=True)
 class Older:
-    """A server of an older SGLang release, and its checkpoints."""
+    """A server of an SGLang release, and its checkpoints."""
 
     server: SGLangServer
     models: TinyModels
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def older(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Older]:
-    """One server of each release that the module names; one is stopped before the next starts."""
+    """One server a release that modules name, all in one order: one is stopped before the next.
+
+    That of the main release is the session's own.
+    """
+    if request.param == RELEASE:
+        sglang, models = map(request.getfixturevalue, ("sglang", "tiny_models"))
+        yield Older(sglang, models)
+        return
     require(engine_of(request.param))
     home = tmp_path_factory.mktemp(request.param)
     models = save_models_for(request.param, home)
@@ -112,10 +138,17 @@ def older_at_a(older: Older) -> SGLangServer:
     return older.server
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    """One vLLM server."""
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """One vLLM server for the whole session; tests leave in it what they pushed."""
     require(VLLM)
     home = tmp_path_factory.mktemp("vllm")
     with VLLMServer(save_vllm_model(home / "model"), home / "server.log") as server:
         yield server
+
+
+@pytest.fixture
+def vllm(vllm_server: VLLMServer) -> VLLMServer:
+    """The session's server, put back on the weights and the label that it started with."""
+    vllm_server.load_start()
+    return vllm_server

@@ -20,7 +20,6 @@ ENGINES = REPOSITORY / ".engines"
 LAUNCHERS = REPOSITORY / "scripts" / "engines" / "cpu"
 
 START_TIMEOUT = 300.0  # nearly all of it is imports, which crawl on busy cores
-STOP_TIMEOUT = 10.0  # an idle server stops in under 4 s; one stuck in a collective does not
 REQUEST_TIMEOUT = 120.0
 
 
@@ -47,6 +46,10 @@ class EngineServer:
     def command(self) -> Sequence[str]:
         """The launcher and its arguments, without the interpreter."""
         raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str]:
+        """Variables of its own."""
+        return {}
 
     def __enter__(self) -> Self:
         """Start the server."""
@@ -81,15 +84,11 @@ class EngineServer:
             raise
 
     def stop(self) -> None:
-        """Ask the server to stop, then kill whatever is left of its process group."""
+        """Kill the server: asked to stop, it takes its time for what no test looks at."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process.pid)
         process.wait()
         if process.stdin is not None:
             process.stdin.close()
@@ -135,7 +134,7 @@ class EngineServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_engine_environment(),
+                env={**_engine_environment(), **self.environment()},
                 start_new_session=True,
             )
 
@@ -161,6 +160,27 @@ def engine_python(engine: str) -> Path:
 def is_installed(engine: str) -> bool:
     """Tell whether the installer has finished here."""
     return (ENGINES / engine / ".installed").is_file() and engine_python(engine).exists()
+
+
+def _kill_group(group: int) -> None:
+    """Kill all processes of a group, but those that then remove what they shared, and end."""
+    while members := [pid for pid in map(int, _pids()) if _is_member(pid, group)]:
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _pids() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _is_member(pid: int, group: int) -> bool:
+    """Tell whether it is of that group, runs, and is no resource tracker."""
+    with suppress(OSError):  # it has ended meanwhile
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty once it is dead
+        return os.getpgid(pid) == group and bool(command) and b"resource_tracker" not in command
+    return False
 
 
 def _is_healthy(url: str) -> bool:

@@ -35,8 +35,7 @@ DIFFERENCES: dict[str, str] = {
     "model is garbage.",
     "fused names": "Names of fused layers (`gate_up_proj`, `qkv_proj`) are unknown; SGLang's Llama "
     "loads them.",
-    "other routes": "`/update_weights_from_ipc`, memory release, adapters and the OpenAI routes "
-    "are not there.",
+    "other routes": "`/update_weights_from_ipc`, adapters and the OpenAI routes are not there.",
     "checker": "`/weights_checker` computes checksums only.",
 }
 
@@ -1090,6 +1089,45 @@ WEIGHTS = (
     ),
 )
 
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+WRONG_FIELDS = ("validation error",)
+MEMORY = (
+    Case(
+        "without a saver, everything works on",
+        (
+            Generate(),
+            post(RELEASE, {"tags": ["weights", "kv_cache", "cuda_graph"]}),
+            Generate(),
+            post(RELEASE, {"tags": ["kv_cache"]}),
+            post(RESUME, {"tags": ["weights"]}),
+            post(RESUME, {"tags": ["kv_cache", "cuda_graph"]}),
+            Generate(),
+        ),
+    ),
+    Case("no tags mean all", (post(RELEASE, {}), post(RESUME, {"tags": []}))),
+    Case("unknown tags", (post(RELEASE, {"tags": ["x"]}), post(RESUME, {"tags": ["x"]}))),
+    Case(
+        "what is no list of tags",
+        (
+            post(RELEASE, {"tags": "weights"}, says=WRONG_FIELDS),
+            post(RESUME, {"tags": 5}, says=WRONG_FIELDS),
+            post(RELEASE, says=WRONG_FIELDS),
+        ),
+    ),
+    Case(
+        "under retract, with a queue",
+        (
+            Start(),
+            post("/pause_generation", {"mode": "retract"}),
+            post(RELEASE, {}),
+            post(RESUME, {}),
+            post("/continue_generation", {}),
+            Grow(),
+            Finish(),
+        ),
+    ),
+)
+
 NO_FOLDER = ("false", "Failed to get weights iterator")
 OTHERS = (
     Case(
@@ -1100,7 +1138,6 @@ OTHERS = (
             post("/update_weights_from_ipc", {}, differs="other routes"),
         ),
     ),
-    Case("memory", (post("/release_memory_occupation", {"tags": "x"}, differs="other routes"),)),
     Case("adapters", (post("/load_lora_adapter", {}, differs="other routes"),)),
     Case("OpenAI", (get("/v1/models", "object", differs="other routes"),)),
 )
@@ -1117,6 +1154,7 @@ SECTIONS: dict[str, tuple[Case, ...]] = {
     "wrong updates": WRONG_UPDATES,
     "versions": VERSIONS,
     "weights": WEIGHTS,
+    "memory": MEMORY,
     "others": OTHERS,
 }
 
@@ -1131,6 +1169,7 @@ LEFT_OUT = {
     "updates: under retract, flush_cache=True": KILLS,
     "updates: under in_place, flush_cache=True": KILLS,
     "wrong updates: an unknown group": KILLS,
+    "memory: under retract, with a queue": KILLS,
     "sessions: an update outside": WAITS,
     "sessions: a bucket outside": WAITS,
     "wrong updates: fields of the wrong kind": WAITS,

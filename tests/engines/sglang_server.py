@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import requests
+
 from .engine_server import LAUNCHERS, EngineServer, engine_python
 from .models import SEED_A, SEED_B, TinyModels, save_tiny_model
 
@@ -73,6 +75,13 @@ class SGLangServer(EngineServer):
     def is_ready(self) -> bool:
         """Tell whether it generates; a paused server does not."""
         return self.status("GET", "ready") == 200
+
+    def is_serving(self) -> bool:
+        """Tell whether it generates; a dead server does not, and one that hangs does not either."""
+        try:
+            return self.status("GET", "ready", timeout=20) == 200
+        except requests.RequestException:
+            return False
 
     def restart(self) -> None:
         """Start it anew on its port, on the checkpoint that it was started on."""

@@ -12,25 +12,18 @@ import pytest
 from weight_update import EngineState, VLLMWeightSender, VLLMWeightSyncScheme
 from weight_update.errors import EngineRejected, WeightUpdateError
 
-from .conftest import require
-from .lora_server import RANK, adapted
+from .lora_server import adapted
 from .models import greedy
-from .vllm_server import ENGINE, MODEL, VLLMServer, save_vllm_model, vllm_llama
+from .vllm_server import MODEL, VLLMServer, completion, vllm_llama
 
 PROMPT = [3, 14, 15, 92, 65]
 TOKENS = 24
 LONG = 400
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    require(ENGINE)
-    home = tmp_path_factory.mktemp("vllm-lora")
-    lora = ("--enable-lora", "--max-lora-rank", str(RANK))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
-        with VLLMServer(save_vllm_model(home / "model"), home / "server.log", lora) as started:
-            yield started
+@pytest.fixture
+def server(vllm: VLLMServer) -> VLLMServer:
+    return vllm
 
 
 @pytest.fixture(params=["abort", "retract"])
@@ -51,9 +44,7 @@ def policy(seed: int, **more: Any) -> Any:
 
 
 def asked(server: VLLMServer, count: int, model: str) -> list[int]:
-    sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
-    body = {"model": model, "prompt": PROMPT, "return_token_ids": True, **sampling}
-    (choice,) = server.post("v1/completions", body)["choices"]
+    (choice,) = server.post("v1/completions", completion(PROMPT, count, model=model))["choices"]
     return list(choice["token_ids"])
 
 

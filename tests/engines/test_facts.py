@@ -64,16 +64,6 @@ def first_row(model: Any, name: str) -> tuple[float, ...]:
     return tuple((value[0] if value.dim() > 1 else value[:1]).float().tolist())
 
 
-@pytest.fixture(scope="module")
-def twin(
-    sglang: SGLangServer, tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    """A second server on the same checkpoint."""
-    log_path = tmp_path_factory.mktemp("twin") / "server.log"
-    with SGLangServer(tiny_models.a, log_path=log_path) as server:
-        yield server
-
-
 # ---- who it is
 
 
@@ -104,8 +94,8 @@ def test_it_has_no_workers(sglang: SGLangServer) -> None:
         assert engine.workers(soon()) == ()
 
 
-def test_servers_of_one_layout_are_two_instances(sglang: SGLangServer, twin: SGLangServer) -> None:
-    with inspected(sglang) as one, inspected(twin) as other:
+def test_servers_of_one_layout_are_two_instances(sglang: SGLangServer, spare: SGLangServer) -> None:
+    with inspected(sglang) as one, inspected(spare) as other:
         assert one.layout == other.layout
         assert one.layout is not None
         assert one.observe(soon()).instance != other.observe(soon()).instance
@@ -169,12 +159,11 @@ def test_its_digests_change_with_its_weights_and_come_back_with_them(at_a: Serve
 
 
 def test_servers_that_hold_equal_weights_show_equal_digests(
-    sglang_at_a: SGLangServer, twin: SGLangServer, tiny_models: TinyModels
+    sglang_at_a: SGLangServer, spare: SGLangServer, tiny_models: TinyModels
 ) -> None:
-    twin.load(tiny_models.a)
-    with inspected(sglang_at_a) as one, inspected(twin) as other:
+    with inspected(sglang_at_a) as one, inspected(spare) as other:
         assert one.digests(soon()) == other.digests(soon())
-        twin.load(tiny_models.b)
+        spare.load(tiny_models.b)
         assert one.digests(soon()) != other.digests(soon())
 
 
@@ -254,8 +243,8 @@ def test_an_older_release_that_started_anew_is_another_instance(older: Older) ->
     assert is_another_instance_after_a_restart(older.server)
 
 
-def test_a_server_that_started_anew_is_another_instance(twin: SGLangServer) -> None:
-    assert is_another_instance_after_a_restart(twin)
+def test_a_server_that_started_anew_is_another_instance(spare: SGLangServer) -> None:
+    assert is_another_instance_after_a_restart(spare)
 
 
 def is_another_instance_after_a_restart(server: SGLangServer) -> bool:

@@ -6,7 +6,6 @@ A server of each release; the one in this process is the trainer that they open 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,20 @@ from weight_update.options import PauseMode
 from .conftest import require
 from .long_request import LongRequest
 from .models import SEED_A, SEED_B, TinyModels, greedy, tiny_llama
-from .sglang_server import RELEASE, SGLangServer, engine_of, save_models_for
+from .sglang_server import RELEASE, SGLangServer, engine_of
 
-RELEASES = (RELEASE, "0.5.15.post1", "0.5.9")
+RELEASES = ("0.5.15.post1", "0.5.9", RELEASE)
 PROMPT = [3, 14, 15, 92, 65, 35, 89]
 FRESH = [27, 18, 28, 182, 84, 59]
 NORM = "model.norm.weight"
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def started(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[SGLangServer, Path]]:
-    """A server of each release on model A; that of the main release is the session's own."""
-    if request.param == RELEASE:
-        models: TinyModels = request.getfixturevalue("tiny_models")
-        yield request.getfixturevalue("sglang"), models.a
-        return
-    require(engine_of(request.param))
-    home = tmp_path_factory.mktemp(request.param)
-    models = save_models_for(request.param, home)
-    with SGLangServer(models.a, home / "server.log", release=request.param) as server:
-        yield server, models.a
+each_release = pytest.mark.parametrize("older", RELEASES, indirect=True)
 
 
 @pytest.fixture
-def server(started: tuple[SGLangServer, Path]) -> SGLangServer:
-    """The same, back on model A."""
-    running, model = started
-    running.load(model)
-    return running
+def server(older_at_a: SGLangServer) -> SGLangServer:
+    return older_at_a
 
 
 def sender_of(server: SGLangServer, **settings: Any) -> SGLangWeightSender:
@@ -63,6 +46,7 @@ def shared_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
 
 
+@each_release
 @pytest.mark.parametrize("load_format", ["flattened_bucket", "tensors"])
 @pytest.mark.parametrize("bucket_bytes", [None, 20_000])
 def test_every_format_and_bucket_size_lands(
@@ -80,6 +64,7 @@ def test_every_format_and_bucket_size_lands(
     assert (report.route.way, report.route.backend) == ("ipc", "shared memory")
 
 
+@each_release
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_requests_in_flight_are_carried_as_the_pause_mode_says(
     server: SGLangServer, mode: PauseMode
@@ -99,6 +84,7 @@ def test_requests_in_flight_are_carried_as_the_pause_mode_says(
     assert serves(server, SEED_B, FRESH)
 
 
+@each_release
 @pytest.mark.parametrize("load_format", ["flattened_bucket", "tensors"])
 def test_the_same_memory_is_opened_again_at_every_update(
     server: SGLangServer, load_format: Any

@@ -27,7 +27,7 @@ from weight_update.waiting import spawn
 
 from . import dead_trainer
 from .long_request import SECONDS, LongRequest, wait_until
-from .models import SEED_A, SEED_B, TinyModels, greedy
+from .models import SEED_A, SEED_B, greedy
 from .served import Served, sender_of
 from .sglang_server import SGLangServer
 
@@ -40,29 +40,10 @@ OVERRUN = 2.0 + 8.0
 STOPPED_TIMEOUT = 10.0
 
 
-@pytest.fixture(scope="module")
-def victim_server(
-    tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    """A second server, which tests may kill: they start it again."""
-    with SGLangServer(tiny_models.a, tmp_path_factory.mktemp("victim") / "server.log") as server:
-        yield server
-
-
 @pytest.fixture
-def victim(served: Served, victim_server: SGLangServer) -> Iterator[Served]:
-    """The second server on model A; one that a failed test leaves dead is started again."""
-    victim_server.load(served.checkpoints.a)
-    yield replace(served, server=victim_server)
-    if not is_serving(victim_server):
-        victim_server.restart()
-
-
-def is_serving(server: SGLangServer) -> bool:
-    try:
-        return server.status("GET", "ready", timeout=20) == 200
-    except requests.RequestException:
-        return False
+def victim(served: Served, spare: SGLangServer) -> Served:
+    """The second server, which tests may kill."""
+    return replace(served, server=spare)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
 
@@ -19,8 +20,13 @@ pytestmark = pytest.mark.parametrize("served", PAIRS, indirect=True, ids="-".joi
 
 
 @pytest.fixture(scope="module")
-def second(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Another server of the combination on model A, which a test may restart."""
+def second(
+    request: pytest.FixtureRequest, served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Another server of the combination, which a test may restart; the session has one."""
+    if served.dtype is torch.float32:
+        yield replace(served, server=request.getfixturevalue("spare_server"))
+        return
     log_path = tmp_path_factory.mktemp("second") / "server.log"
     arguments = arguments_of(served.family, str(served.dtype).removeprefix("torch."))
     with SGLangServer(served.checkpoints.a, log_path, arguments) as server:

@@ -38,6 +38,9 @@ class Tree:
         pins.with_name(f"{engine}.txt").write_text("\n".join(("torch==1.0", *lines)) + "\n")
         pins.with_name(f"{engine}.nodeps.txt").write_text(f"{engine}==1.0\n")
 
+    def make_optional(self, engine: str) -> None:
+        (self.root / "scripts" / "engines" / "optional.txt").write_text(f"{engine}\n")
+
     def install(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ours = {"PYTHON": str(self.root / "python"), "CALLS": str(self.root / "calls")}
         kept = {key: value for key, value in os.environ.items() if key != "TORCH_INDEX_URL"}
@@ -78,6 +81,18 @@ def test_all_are_installed_when_none_is_named(tree: Tree) -> None:
 
 
 def test_one_is_installed_when_it_is_named(tree: Tree) -> None:
+    assert tree.install("two").returncode == 0
+    assert tree.installed() == {"two"}
+
+
+def test_an_optional_engine_is_left_out_when_none_is_named(tree: Tree) -> None:
+    tree.make_optional("two")
+    assert tree.install().returncode == 0
+    assert tree.installed() == {"one"}
+
+
+def test_an_optional_engine_is_installed_when_it_is_named(tree: Tree) -> None:
+    tree.make_optional("two")
     assert tree.install("two").returncode == 0
     assert tree.installed() == {"two"}
 
@@ -148,4 +163,13 @@ def test_pins_are_exact_and_bring_no_gpu_package(engine: str) -> None:
 
 
 def test_the_engines_are_these() -> None:
-    assert ENGINES == ["sglang-0.5.15.post1", "sglang-0.5.23", "sglang-0.5.9", "vllm-0.32.0"]
+    assert {name for name in ENGINES if name.startswith("sglang")} == {
+        "sglang-0.5.15.post1",
+        "sglang-0.5.23",
+        "sglang-0.5.9",
+    }
+    assert {name for name in ENGINES if name.startswith("vllm")} == {"vllm-0.27.1", "vllm-0.32.0"}
+
+
+def test_only_these_may_be_missing() -> None:
+    assert (SCRIPTS / "optional.txt").read_text().split() == ["vllm-0.27.1"]

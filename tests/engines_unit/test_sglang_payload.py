@@ -95,7 +95,7 @@ def test_a_payload_names_what_every_release_takes_and_nothing_else(
     memory: SharedMemory, flat: bool
 ) -> None:
     bucket = bucket_of(flat=flat)
-    request = tensor_request(bucket, shared_by(memory, bucket), ranks=1, flush=False)
+    request = tensor_request(bucket, [shared_by(memory, bucket)], flush=False)
     data = base64.b64decode(request["serialized_named_tensors"][0])
     named = {
         tuple(str(text).split(" "))
@@ -202,7 +202,7 @@ def test_a_weights_name_may_be_any_text() -> None:
 
 def test_every_rank_gets_an_entry_and_no_request_is_aborted() -> None:
     bucket = bucket_of()
-    body = tensor_request(bucket, shared_by(HOST, bucket), ranks=3, flush=True)
+    body = tensor_request(bucket, [shared_by(HOST, bucket)] * 3, flush=True)
     entries = body.pop("serialized_named_tensors")
     assert len(entries) == 3
     assert len(set(entries)) == 1
@@ -215,9 +215,7 @@ def test_every_rank_gets_an_entry_and_no_request_is_aborted() -> None:
 
 def test_tensors_one_by_one_are_loaded_as_checkpoints_are() -> None:
     bucket = bucket_of(flat=False)
-    assert (
-        tensor_request(bucket, shared_by(HOST, bucket), ranks=1, flush=False)["load_format"] is None
-    )
+    assert tensor_request(bucket, [shared_by(HOST, bucket)], flush=False)["load_format"] is None
 
 
 class Client(SGLangClient):

@@ -22,8 +22,6 @@ from weight_update.torch_private import process_groups
 from weight_update.transports.address import listen
 from weight_update.waiting import Deadline, spawn
 
-from .nccl_peer import bits_of
-
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 SCRIPT = Path(__file__).with_name("nccl_peer.py")
@@ -65,6 +63,9 @@ def unique_id(meeting: process_groups.AbandonableStore) -> bytes:
 def test_a_peer_without_torchs_group_joins_by_the_id_and_receives_every_bit(
     peer: subprocess.Popen[str],
 ) -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    from nccl_peer import bits_of
+
     torch.cuda.set_device(0)
     meeting = store()
     group = process_groups.build_nccl(meeting, 2, "by_id")

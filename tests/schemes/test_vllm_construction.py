@@ -19,9 +19,15 @@ from weight_update import (
     VLLMWeightSender,
     VLLMWeightSyncScheme,
 )
+from weight_update.delivery.adapter_push import AdapterPush
+from weight_update.delivery.vllm import VLLMDeployment
 from weight_update.engines.lora import AdapterFolders
 from weight_update.errors import ConfigurationError
-from weight_update.options import PAUSE_MODE_VARIABLE
+from weight_update.options import (
+    BUCKET_BYTES_VARIABLE,
+    MASTER_ADDRESS_VARIABLE,
+    PAUSE_MODE_VARIABLE,
+)
 
 URL = "http://127.0.0.1:9"
 
@@ -35,14 +41,37 @@ def built(directory: Any, **more: Any) -> VLLMWeightSyncScheme:
     return VLLMWeightSyncScheme(URL, **{"lora": "adapter", "adapter_directory": directory} | more)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"lora": "merge"}], ids=["by default", "by name"])
-def test_full_updates_are_refused_with_what_works(
-    arguments: dict[str, Any], tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=r"full updates of vLLM.*not there yet") as caught:
-        VLLMWeightSyncScheme(URL, adapter_directory=tmp_path, **arguments)
+def whole(**more: Any) -> VLLMWeightSyncScheme:
+    return VLLMWeightSyncScheme(URL, **more)
 
-    assert "lora='adapter', adapter_directory=" in caught.value.remedy
+
+def test_whole_models_are_sent_unless_an_adapter_is_asked_for(tmp_path: Path) -> None:
+    assert isinstance(whole().create_transport()._deployment, VLLMDeployment)
+    assert isinstance(built(tmp_path).create_transport()._deployment, AdapterPush)
+
+
+def test_a_directory_is_of_no_use_for_whole_models(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="for adapters that are sent by themselves"):
+        whole(adapter_directory=tmp_path)
+
+
+def test_files_are_refused_with_what_works() -> None:
+    with pytest.raises(ConfigurationError, match="transport='disk' does not go") as caught:
+        whole(transport="disk")
+
+    assert "'ipc'" in caught.value.remedy
+
+
+def test_requests_in_flight_are_kept_unless_an_adapter_is_sent(tmp_path: Path) -> None:
+    assert whole().create_transport().pause_mode == "retract"
+    assert built(tmp_path).create_transport().pause_mode == "abort"
+
+
+def test_variables_of_the_library_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BUCKET_BYTES_VARIABLE, "4096")
+    monkeypatch.setenv(MASTER_ADDRESS_VARIABLE, "10.0.0.1")
+
+    assert (whole().bucket_bytes, whole().master_address) == (4096, "10.0.0.1")
 
 
 @pytest.mark.parametrize("directory", [None, "", 7])
@@ -84,6 +113,16 @@ def test_construction_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
     "bad",
     [
         {"lora": "both"},
+        {"strategy": "flat"},
+        {"backend": "mpi"},
+        {"load_format": "zip"},
+        {"transport": "post"},
+        {"bucket_bytes": 0},
+        {"master_port": 0},
+        {"num_gpus": 0},
+        {"dtype": "int8"},
+        {"trim_vocabulary": 1},
+        {"stale_cache": "ask"},
         {"lora_name": " "},
         {"pause_mode": "keep"},
         {"timeout": 0},
@@ -113,11 +152,12 @@ def test_all_but_the_url_go_by_name() -> None:
 def test_every_argument_is_kept_and_means_what_it_means_for_sglang(
     scheme: VLLMWeightSyncScheme,
 ) -> None:
+    not_there = {"directory", "trainer_ranks"}
     ours, theirs = (
         inspect.signature(kind).parameters
         for kind in (VLLMWeightSyncScheme, SGLangWeightSyncScheme)
     )
-    assert set(ours) - set(theirs) == {"adapter_directory"}
+    assert set(ours) ^ set(theirs) == {"adapter_directory"} | not_there
     for name, parameter in ours.items():
         if "api_key" not in name:
             getattr(scheme, name)
@@ -130,6 +170,7 @@ def test_variables_of_sglang_do_not_set_the_pause_mode(
 ) -> None:
     monkeypatch.setenv(PAUSE_MODE_VARIABLE, "in_place")
 
+    assert whole().create_transport().pause_mode == "retract"
     assert built(tmp_path).create_transport().pause_mode == "abort"
     assert built(tmp_path, pause_mode="retract").create_transport().pause_mode == "retract"
 
@@ -168,6 +209,16 @@ def test_each_part_crosses_processes_and_still_pushes_to_vllm(
     assert (transport.server_url, transport.version) == (URL, 3)
     assert isinstance(transport._deployment._courier, AdapterFolders)
     assert transport._deployment._courier._directory == tmp_path
+
+
+@pytest.mark.parametrize(
+    "rebuild", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy], ids=["pickle", "deepcopy"]
+)
+def test_a_sender_of_whole_models_crosses_processes(rebuild: Any) -> None:
+    sender = rebuild(whole(initial_version=3, dtype=torch.bfloat16).create_sender())
+
+    assert isinstance(sender._transport._deployment, VLLMDeployment)
+    assert sender._transport.version == 3
 
 
 @pytest.mark.parametrize("source", [nn.Linear(1, 1), {"w": torch.ones(1)}], ids=["plain", "dict"])

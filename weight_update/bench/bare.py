@@ -13,7 +13,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from weight_update.bench.receiver import EACH, FLAT, QUIT, BareJob, broadcast
+from weight_update.bench.receiver import EACH, FLAT, BareJob, Order, barrier, broadcast
 
 _END_SECONDS = 20.0
 
@@ -22,7 +22,8 @@ class BareBroadcasts:
     """A torch process group of this process and one receiving process an engine.
 
     Nothing of this library is in it: ``torch.distributed`` and blocking broadcasts, as the
-    systems that broadcast one tensor at a time use them.
+    systems that broadcast one tensor at a time use them. Between two of them no receiver has
+    anything on its GPU: a broadcast that waits there would take half of it from an engine.
 
     Args:
         tensors: What is broadcast; for the flat one, as many elements in one tensor.
@@ -42,7 +43,7 @@ class BareBroadcasts:
             dtype=str(first.dtype).removeprefix("torch."),
             devices=[str(first.device), *devices],
         )
-        self._receivers: list[subprocess.Popen[bytes]] = []
+        self._receivers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
         """Starts the receivers and joins them.
@@ -76,22 +77,31 @@ class BareBroadcasts:
     def _log(self) -> Path:
         return Path(self._home.name) / "receivers.log"
 
-    def _start(self, path: Path, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, path: Path, rank: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "weight_update.bench.receiver", str(path), str(rank)]
         with self._log.open("ab") as log:
             # Ctrl-C is for this process, whose end closes the group under the receivers.
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                text=True,
+            )
 
-    def _timed(self, order: int, tensors: list[torch.Tensor]) -> float:
+    def _timed(self, order: Order, tensors: list[torch.Tensor]) -> float:
         self._tell(order)
+        barrier(tensors[0].device)  # all are there, and have read the order
         start = time.perf_counter()
         broadcast(tensors)
-        if tensors[0].device.type == "cuda":
-            torch.cuda.synchronize(tensors[0].device)
         return time.perf_counter() - start
 
-    def _tell(self, order: int) -> None:
-        dist.broadcast(torch.tensor([order], device=self._flat.device), src=0)
+    def _tell(self, order: Order) -> None:
+        for receiver in self._receivers:
+            if receiver.stdin is not None:
+                receiver.stdin.write(order)
+                receiver.stdin.flush()
 
     def __exit__(
         self,
@@ -99,9 +109,10 @@ class BareBroadcasts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the receivers."""
-        if kind is None:
-            self._tell(QUIT)
+        """Ends the receivers, to whom nothing more is said."""
+        for receiver in self._receivers:
+            if receiver.stdin is not None:
+                receiver.stdin.close()
         self._end(patience=_END_SECONDS if kind is None else 0.0)
 
     def _end(self, patience: float) -> None:

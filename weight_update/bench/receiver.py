@@ -10,11 +10,14 @@ import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-QUIT, FLAT, EACH = range(3)
+Order = Literal["flat\n", "each\n"]
+FLAT: Order = "flat\n"
+EACH: Order = "each\n"
 
 # A receiver that died while it imported torch must not be waited for half an hour; one that is
 # told nothing while an update runs is waited for as long.
@@ -67,21 +70,25 @@ def broadcast(tensors: list[torch.Tensor]) -> None:
     """One blocking broadcast after the other, then a barrier: every receiver has everything."""
     for tensor in tensors:
         dist.broadcast(tensor, src=0)
+    barrier(tensors[0].device)
+
+
+def barrier(device: torch.device) -> None:
+    """Waits for all ranks, and for what this one's GPU has to do."""
     dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def main(path: str, rank: int) -> None:
-    """Takes broadcasts until rank 0 says that it is over."""
+    """Takes broadcasts as it is told to, a line each, until nothing more is said."""
     job = BareJob(**json.loads(Path(path).read_text()))
     device = job.join(rank)
     tensors = job.empty_tensors(device)
     flat = torch.zeros(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=device)
-    order = torch.zeros(1, dtype=torch.int64, device=device)
-    while True:
-        dist.broadcast(order, src=0)
-        if order.item() == QUIT:
-            break
-        broadcast([flat] if order.item() == FLAT else tensors)
+    for order in sys.stdin:
+        barrier(device)
+        broadcast([flat] if order == FLAT else tensors)
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from weight_update.delivery.ranks import Ranks
 from weight_update.engines.lora import AdapterCourier, AdapterFolders
 from weight_update.engines.sglang.lora import SGLangAdapterEngine
-from weight_update.engines.vllm.engine import VLLMAdapterEngine
+from weight_update.engines.vllm.lora import VLLMAdapterEngine
 from weight_update.errors import ConfigurationError
 from weight_update.options import UpdateOptions
 from weight_update.transports.in_request import NoGroup, RequestPacker

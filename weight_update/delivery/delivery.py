@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from weight_update.delivery.deployment import OpenDeployment
 from weight_update.delivery.ranks import Ranks
-from weight_update.errors import ConfigurationError
+from weight_update.errors import ConfigurationError, some_of
 from weight_update.options import UpdateOptions, parse_server_urls
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.update.planning import Payload
@@ -22,7 +22,7 @@ from weight_update.update.updater import Push
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Plan
 from weight_update.weights.checkpoint import Checkpoint
-from weight_update.weights.extract import Metadata, match_metadata
+from weight_update.weights.extract import Metadata, extract_weights, match_metadata
 from weight_update.weights.lora.export import Adapter
 from weight_update.weights.name_map import renamed
 from weight_update.weights.saved_state_dict import SavedStateDict
@@ -89,6 +89,8 @@ class Delivery:
         whole: bool | None = None,
         progress: ProgressHook | None = None,
         bucket_bytes: int | None = None,
+        bucket_limit: int | None = None,
+        extra: Mapping[str, torch.Tensor] | None = None,
     ) -> UpdateReport:
         """Runs one update; makes the group first if there is none.
 
@@ -99,6 +101,8 @@ class Delivery:
                 weights are healed by a whole one. None tells by the kind of source.
             progress: Told of each phase and of each confirmed bucket.
             bucket_bytes: The size of a bucket of this update; None leaves it to the options.
+            bucket_limit: What no bucket of several tensors is larger than, whatever is chosen.
+            extra: Tensors that are sent after those of the source.
         """
         self._refuse_fork()
         counted = counted or _nothing
@@ -110,7 +114,9 @@ class Delivery:
         def push(
             read: Callable[[], Payload], check_readers: Callable[[], None] = nobody_else
         ) -> UpdateReport:
-            return self._updater.update(Push(read, count, progress, check_readers, bucket_bytes))
+            return self._updater.update(
+                Push(read, count, progress, check_readers, bucket_bytes, bucket_limit)
+            )
 
         def followed(report: UpdateReport) -> None:
             self._updater.version = report.version
@@ -118,7 +124,7 @@ class Delivery:
 
         return self._ranks.update(
             lambda: provided(source()),
-            lambda given: self._payload(given, whole),
+            lambda given: self._payload(given, whole, extra or {}),
             push,
             followed,
             Deadline(self.timeout),
@@ -215,11 +221,14 @@ class Delivery:
             return self._options
         return replace(self._options, initial_version=self.version)
 
-    def _payload(self, source: Any, whole: bool | None) -> Payload:
+    def _payload(
+        self, source: Any, whole: bool | None, extra: Mapping[str, torch.Tensor]
+    ) -> Payload:
         whole = is_whole(source) if whole is None else whole
         if isinstance(source, Stream):
-            return Payload((), whole, source)
-        return Payload(self._extract(source), whole)
+            return Payload((), whole, source if not extra else _refuse_extra(extra))
+        weights = self._extract(source)
+        return Payload((*weights, *extract_weights(extra)) if extra else weights, whole)
 
     def _extract(self, source: Any) -> tuple[Weight, ...]:
         extracted = self._deployment.extract(source)
@@ -258,6 +267,14 @@ def default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _refuse_extra(extra: Mapping[str, torch.Tensor]) -> NoReturn:
+    raise ConfigurationError(
+        f"{len(extra)} tensors are to follow a stream, which is sent as it is",
+        phase="plan",
+        remedy=f"yield them at its end: {some_of(list(extra))}",
+    )
 
 
 def _nothing(_: int) -> Sequence[str]:

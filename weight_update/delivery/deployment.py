@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from weight_update.delivery.places import Places
 from weight_update.delivery.ranks import Ranks
+from weight_update.engines.sglang.actor import ActorCalls
 from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.errors import ConfigurationError
 from weight_update.options import UpdateOptions, Way
@@ -89,25 +91,36 @@ class SGLangDeployment(WholeModel):
     Args:
         options: Everything that shapes an update.
         ranks: The trainer's other ranks, which may join the group.
-        open_engine: Makes the engine at a URL; None opens SGLang's over HTTP.
+        actors: By the name that stands for its URL, engines that are Ray actors.
+        offsets: By URL, the trainer's rank that shares a GPU with the engine's first; without,
+            engines fill the trainer's GPUs one after the other.
     """
 
     def __init__(
         self,
         options: UpdateOptions,
         ranks: Ranks,
-        open_engine: Callable[[str], Engine] | None = None,
+        *,
+        actors: Mapping[str, Any] | None = None,
+        offsets: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self._options, self._ranks = options, ranks
-        self._open_engine = open_engine or (lambda url: SGLangEngine(url, options.http))
+        self._actors, self._places = dict(actors or {}), Places(offsets)
         directory = options.directory
         self._shared = SharedMemoryWay(options.load_format)
         self._folders = VersionFolders(None if directory is None else Path(directory))
 
     def updater(self, urls: Sequence[str]) -> Updater:
         """The one updater, with all ways that lead to SGLang."""
-        return Updater(urls, self._open_engine, self._ways(), self._options)
+        return Updater(urls, self._open, self._ways(), self._options)
+
+    def _open(self, url: str) -> Engine:
+        actor, http = self._actors.get(url), self._options.http
+        calls = None if actor is None else ActorCalls(actor, http)
+        engine = SGLangEngine(url, http, calls, first_rank=lambda: self._places.first(url))
+        self._places.add(url, engine)
+        return engine
 
     def _ways(self) -> Mapping[Way, Ends]:
         load_format = self._options.load_format
@@ -115,9 +128,13 @@ class SGLangDeployment(WholeModel):
             "broadcast": self._ranks.ends(
                 Ends(open_group, lambda device: BucketPacker(device, load_format))
             ),
-            "ipc": Ends(
-                lambda urls, _, __, device: self._shared.open_group(urls, device),
-                self._shared.open_packer,
+            "ipc": self._ranks.shared_ends(
+                Ends(
+                    lambda urls, _, __, device: self._shared.open_group(urls, device),
+                    self._shared.open_packer,
+                ),
+                self._options,
+                self._places.ranks,
             ),
             "disk": Ends(
                 lambda urls, options, *_: open_no_group(urls, options),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from weight_update.errors import ConfigurationError
-from weight_update.options import TrainerRanks
+from weight_update.options import TrainerRanks, UpdateOptions
 from weight_update.report import UpdateReport
 from weight_update.transports.rank_channel import open_channel
 from weight_update.transports.relay_group import RelayGroup
-from weight_update.update.crew import Crew, Relay, Relaying, Relays
+from weight_update.update.crew import Crew, Relay, Relaying, Relays, Sharer, Sharers, Sharing
 from weight_update.update.planning import Payload
 from weight_update.update.reader import nobody_else
 from weight_update.update.ways import Ends
@@ -44,6 +44,7 @@ class Ranks:
         self._relaying: Relaying | None = None
         if trainer_ranks == "node":
             self._relaying = Relaying(Relay(_open_end), Relays())
+        self._sharing: Sharing | None = None
         self._known: frozenset[int] = frozenset()
         self._warned = False
         self.followed = False
@@ -51,6 +52,19 @@ class Ranks:
     def ends(self, ends: Ends) -> Ends:
         """A way whose groups the trainer's other ranks join, if they are to."""
         return ends if self._relaying is None else self._relaying.relays.ends(ends)
+
+    def shared_ends(
+        self, ends: Ends, options: UpdateOptions, wanted: Callable[[], Collection[int]]
+    ) -> Ends:
+        """A way whose memory the trainer's other ranks share too, each that of its own GPU.
+
+        Args:
+            ends: The way without them.
+            options: Everything that shapes an update.
+            wanted: Tells which ranks share a GPU with an engine.
+        """
+        self._sharing = Sharing(Sharer(options, ends.open_packer), Sharers(wanted))
+        return self._sharing.sharers.ends(ends, options)
 
     def close(self) -> None:
         """Leaves the group of another rank."""
@@ -72,7 +86,7 @@ class Ranks:
             WeightUpdateError: The same on all ranks.
         """
         relaying = self._relaying
-        crew = None if relaying is None else Crew.of((), open_channel, relaying)
+        crew = None if relaying is None else Crew.of((), open_channel, relaying, self._sharing)
         if crew is None:
             return connect()
 
@@ -115,12 +129,12 @@ class Ranks:
             given = source()
             self._known = frozenset(readers_of(given, channel.ranks))
             payload = read(given)
-            crew = Crew.of(payload.weights, open_channel, self._relaying)
+            crew = Crew.of(payload.weights, open_channel, self._relaying, self._sharing)
         except Exception as error:  # noqa: BLE001 - raised on every rank
             # Who read the last update waits for this one, even if there is nothing to look at.
             everybody = range(channel.ranks if self._relaying else 0)
             known = self._known or frozenset(everybody)
-            crew = Crew.without_weights(known, error, open_channel, self._relaying)
+            crew = Crew.without_weights(known, error, open_channel, self._relaying, self._sharing)
             if crew is None:
                 return self._alone(push, _raising(error))
         if crew is None:

@@ -101,6 +101,7 @@ def _add_tuning(add: Callable[..., Any]) -> None:
     add("--prefix-cache-entries", type=int, default=128, help="0 turns the prefix cache off")
     add("--answer-delay", type=float, default=0.0, help="seconds by which answers leave later")
     add("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
+    add("--memory-saver", type=int, default=0, help="1: memory that is released is really gone")
     add("--fuses", type=int, default=0, help="1: lose fused weights that come in parts")
     add("--shows", type=json.loads, default={}, help="JSON that /server_info shows besides")
     add("--request-log", type=Path, help="file that gets one JSON line an event")
@@ -223,6 +224,7 @@ def _new_scheduler(arguments: argparse.Namespace) -> Any:
         Ranks(rank, size, store),
         group_timeout=arguments.group_timeout,
         max_running=arguments.max_running_requests,
+        memory_saver=bool(arguments.memory_saver),
     )
 
 
@@ -242,6 +244,7 @@ def _info(arguments: argparse.Namespace, port: int, config: Any) -> Any:
         "model_path": arguments.model,
         "served_model_name": arguments.model,
         "port": port,
+        "enable_memory_saver": bool(arguments.memory_saver),
     }
     return ServerInfo(
         release=release,

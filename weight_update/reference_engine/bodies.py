@@ -105,6 +105,13 @@ class ContinueGeneration:
 
 
 @dataclass(frozen=True)
+class MemoryOccupation:
+    """``GET`` or ``POST /release_memory_occupation`` and ``/resume_memory_occupation``."""
+
+    tags: list[str] | None = None
+
+
+@dataclass(frozen=True)
 class AbortRequest:
     """``POST /abort_request``."""
 

@@ -61,6 +61,8 @@ class ReferenceEngine:
         threads: Torch threads of the engine.
         answer_delay: Seconds by which every answer leaves later, as over a long line.
         fuses: Whether it loses weights of a fused module that do not come in one request.
+        memory_saver: Whether released memory is really gone: weights must be sent again, and an
+            engine that uses it ends.
         shows: What ``/server_info`` shows besides, such as a quantisation; nothing else changes.
         wait: Whether construction waits until the engine is ready; otherwise call
             :meth:`wait_until_ready`, so that several engines can start at once.
@@ -98,6 +100,7 @@ class ReferenceEngine:
         threads: int = 1,
         answer_delay: float = 0.0,
         fuses: bool = False,
+        memory_saver: bool = False,
         shows: Mapping[str, Any] | None = None,
         wait: bool = True,
     ) -> None:
@@ -127,6 +130,7 @@ class ReferenceEngine:
             "threads": threads,
             "answer-delay": answer_delay,
             "fuses": int(fuses),
+            "memory-saver": int(memory_saver),
             "shows": json.dumps(dict(shows or {})),
         }
         self._spawn(faults)

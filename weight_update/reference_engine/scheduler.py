@@ -24,6 +24,7 @@ from weight_update.reference_engine.disk import read_folder
 from weight_update.reference_engine.faults import Fault, without_dropped
 from weight_update.reference_engine.generation import GenerateRequest, Generator
 from weight_update.reference_engine.loading import Loader
+from weight_update.reference_engine.occupation import Occupation
 from weight_update.reference_engine.opening import open_tensors
 from weight_update.reference_engine.ranks import Ranks
 from weight_update.reference_engine.releases import Release
@@ -69,6 +70,7 @@ class Scheduler(threading.Thread):
         *,
         group_timeout: float = 1800.0,
         max_running: int = 64,
+        memory_saver: bool = False,
     ) -> None:
         super().__init__(name="scheduler", daemon=True)
         self.weight_version = "default"
@@ -84,6 +86,7 @@ class Scheduler(threading.Thread):
         self._running: list[GenerateRequest] = []
         self._inboxes: dict[str, weights.Inbox] = {}
         self._loader = Loader(model.model.device)
+        self._memory = Occupation(memory_saver, model.fill_arbitrarily)
         self._paused = False
         self._session_open = False
 
@@ -151,6 +154,8 @@ class Scheduler(threading.Thread):
             request = self._waiting.pop(0)
             self._generator.admit(request)
             self._running.append(request)
+        if self._running:
+            self._memory.need("weights", "kv_cache")
         self._generator.step(self._running, self.weight_version)
         for request in [request for request in self._running if request.finish_reason()]:
             self._running.remove(request)
@@ -221,11 +226,26 @@ class Scheduler(threading.Thread):
 
     def flush(self, strict: bool = False) -> bool:
         """Empty the prefix cache, if the engine is idle; ``strict`` counts the queue always."""
-        lenient = self._paused and self._release.paused_flush_ignores_queue and not strict
-        if self._running or (self._waiting and not lenient):
+        if not self._is_idle(strict):
             return False
         self._generator.cache.clear()
         return True
+
+    def _is_idle(self, strict: bool = False) -> bool:
+        lenient = self._paused and self._release.paused_flush_ignores_queue and not strict
+        return not self._running and (lenient or not self._waiting)
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Free memory of an idle engine; the prefix cache goes with that of keys and values."""
+        words = "release_memory_occupation should be called only when server is idle."
+        assert self._is_idle(), words
+        self._memory.release(tags)
+        if not tags or "kv_cache" in tags:
+            self._generator.cache.clear()
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory back; the weights in it are arbitrary if they were really freed."""
+        self._memory.resume(tags)
 
     def measure(self) -> dict[str, int]:
         """Count requests and their tokens."""
@@ -294,6 +314,7 @@ class Scheduler(threading.Thread):
                 "update_weights_from_distributed must run between "
                 "begin_weight_update() and end_weight_update()",
             )
+        self._memory.need("weights")
         if self._release.unknown_group_kills:
             self._inbox(group_name)
         try:
@@ -306,7 +327,7 @@ class Scheduler(threading.Thread):
             self._loader.finish()
             return self._load(arrivals, version, flush, faults)
         # Nothing can go wrong any more, so the answer need not wait for the copies.
-        inbox.buffers.read_by(self._loader.start(partial(self._weights.load, arrivals)))
+        inbox.buffers.read_by(self._loader.start(partial(self._weights.take, arrivals)))
         return self._updated(version, flush, _UPDATED)
 
     def update_from_tensor(
@@ -328,6 +349,7 @@ class Scheduler(threading.Thread):
                 "update_weights_from_tensor must run between "
                 "begin_weight_update() and end_weight_update()",
             )
+        self._memory.need("weights")
         arrivals = open_tensors(entries[self._ranks.rank], load_format, faults)
         self._weights.load(without_dropped(faults, arrivals), faults)
         arrivals.clear()
@@ -343,6 +365,7 @@ class Scheduler(threading.Thread):
         What fails half-way is loaded once more, from the same folder, and if that fails too, it
         ends the process.
         """
+        self._memory.need("weights")
         faults = [fault for fault in faults if fault.rank in (None, self._ranks.rank)]
         try:
             arrivals = read_folder(Path(path))

@@ -232,6 +232,16 @@ class Server:
         finally:
             self._flushing = False
 
+    async def release_memory(self, body: bodies.MemoryOccupation) -> Response:
+        """Free memory; an engine that is not idle ends."""
+        await self._ask(self._scheduler.release_memory, tuple(body.tags or ()))
+        return JSONResponse(None)
+
+    async def resume_memory(self, body: bodies.MemoryOccupation) -> Response:
+        """Take memory back; an engine that did not free it ends."""
+        await self._ask(self._scheduler.resume_memory, tuple(body.tags or ()))
+        return JSONResponse(None)
+
     # ---- groups and weights
 
     async def init_group(self, body: bodies.InitWeightsUpdateGroup) -> Response:
@@ -415,7 +425,7 @@ class Server:
         ]
 
     def _generation(self) -> list[Endpoint]:
-        post, both = ("POST",), ("GET", "POST")
+        post, both, memory = ("POST",), ("GET", "POST"), bodies.MemoryOccupation
         flush = bodies.FlushCache if self._info.release.flush_timeout else bodies.NoBody
         return [
             Endpoint("/generate", ("POST", "PUT"), self.generate, bodies.Generate),
@@ -423,6 +433,8 @@ class Server:
             Endpoint("/abort_request", post, self.abort_request, bodies.AbortRequest, True),
             Endpoint("/pause_generation", post, self.pause, bodies.PauseGeneration, True),
             Endpoint("/continue_generation", post, self.resume, bodies.ContinueGeneration, True),
+            Endpoint("/release_memory_occupation", both, self.release_memory, memory, True),
+            Endpoint("/resume_memory_occupation", both, self.resume_memory, memory, True),
         ]
 
     def _weights(self) -> list[Endpoint]:

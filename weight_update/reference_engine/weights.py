@@ -153,7 +153,11 @@ class Slot:
             raise ValueError(
                 f"{name}: attempted to load weight {list(shape)} into parameter {self.shape}"
             )
-        self.place.copy_(row.view(shape).narrow(*self.cut) if self.cut else row)
+        self.place.copy_(self.part_of(shape, row))
+
+    def part_of(self, shape: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+        """Return what of a whole tensor goes here."""
+        return row.view(shape).narrow(*self.cut) if self.cut else row
 
 
 class Weights:
@@ -189,6 +193,18 @@ class Weights:
             elif name not in self._ignored:
                 _log.warning("Parameter %s not found in params_dict", name)
             strike(faults, "after_load", done, len(arrivals))
+
+    @torch.no_grad()
+    def take(self, arrivals: Sequence[Arrival]) -> None:
+        """Copy what arrived, all of which fits, by one call: a call a tensor costs 10 us each."""
+        slots, last = self._slots, {name: (shape, row) for name, shape, row in arrivals}
+        for name in last.keys() - slots.keys() - self._ignored:
+            _log.warning("Parameter %s not found in params_dict", name)
+        known = [name for name in last if name in slots]
+        rows = [slots[name].part_of(*last[name]) for name in known]
+        if known:
+            copy: Any = torch._foreach_copy_
+            copy([slots[name].place for name in known], rows)
 
     def fill(self, path: Path) -> None:
         """Load the checkpoint in a directory.

@@ -6,12 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from weight_update.errors import ConfigurationError
 from weight_update.options import (
     DIRECTORY_VARIABLE,
-    MASTER_ADDRESS_VARIABLE,
     Backend,
     DeviceLike,
     DTypeLike,
@@ -29,15 +25,16 @@ from weight_update.options import (
     UpdateOptions,
     Verify,
     WhenBusy,
-    check_device_exists,
     check_directory,
-    parse_device,
     read_bucket_bytes,
     read_text,
 )
-from weight_update.schemes.server_scheme import ServerScheme
+from weight_update.schemes.server_scheme import (
+    ServerScheme,
+    check_named_device,
+    read_master_address,
+)
 from weight_update.schemes.transport import SGLangCollectiveTransport
-from weight_update.transports.address import check_address
 from weight_update.weights.name_map import check_name_map
 
 
@@ -160,10 +157,10 @@ class SGLangWeightSyncScheme(ServerScheme):
         when_busy: WhenBusy = "wait",
         stale_cache: StaleCache = "warn",
     ) -> None:
-        _check_named_device(device)
+        check_named_device(device)
         check_name_map(name_map)
         options = UpdateOptions(
-            master_address=_master_address(master_address),
+            master_address=read_master_address(master_address),
             master_port=master_port,
             num_gpus=num_gpus,
             device=device,
@@ -198,30 +195,9 @@ class SGLangWeightSyncScheme(ServerScheme):
         )
         super().__init__(server_url, strategy, options)
 
-    @property
-    def world_size(self) -> int:
-        """1 + ``num_gpus``.
-
-        Raises:
-            ConfigurationError: ``num_gpus`` is None, so only the servers know.
-        """
-        if self.options.num_gpus is None:
-            raise ConfigurationError(
-                "num_gpus is None: the world size is known once the servers were asked",
-                remedy="read transport.world_size after init_all_workers_group()",
-            )
-        return 1 + self.options.num_gpus
-
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
         """A transport with the scheme's settings, as rank 0."""
         return SGLangCollectiveTransport(self.server_url, options=self.options)
-
-
-def _check_named_device(device: DeviceLike) -> None:
-    # A bare index is TorchRL's default and follows the scheme to the machine that has the GPU;
-    # who names a device means one that exists.
-    if isinstance(device, (str, torch.device)):
-        check_device_exists(parse_device(device))
 
 
 def _directory(argument: str | os.PathLike[str] | None) -> str | None:
@@ -230,8 +206,3 @@ def _directory(argument: str | os.PathLike[str] | None) -> str | None:
     directory = read_text(DIRECTORY_VARIABLE)
     check_directory(DIRECTORY_VARIABLE, directory)
     return directory
-
-
-def _master_address(argument: str | None) -> str | None:
-    address = argument or read_text(MASTER_ADDRESS_VARIABLE)
-    return check_address(address) if address else None

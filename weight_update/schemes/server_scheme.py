@@ -6,10 +6,24 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from weight_update.options import Strategy, UpdateOptions, check_choice, parse_server_urls
+import torch
+
+from weight_update.errors import ConfigurationError
+from weight_update.options import (
+    MASTER_ADDRESS_VARIABLE,
+    DeviceLike,
+    Strategy,
+    UpdateOptions,
+    check_choice,
+    check_device_exists,
+    parse_device,
+    parse_server_urls,
+    read_text,
+)
 from weight_update.schemes.sender import SGLangWeightSender
 from weight_update.schemes.torchrl_adapter import CollectorScheme, torchrl_logger
 from weight_update.schemes.transport import SGLangCollectiveTransport
+from weight_update.transports.address import check_address
 
 
 class ServerScheme(CollectorScheme):
@@ -45,6 +59,20 @@ class ServerScheme(CollectorScheme):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.server_url!r}, strategy={self.strategy_name!r})"
 
+    @property
+    def world_size(self) -> int:
+        """1 + ``num_gpus``.
+
+        Raises:
+            ConfigurationError: ``num_gpus`` is None, so only the servers know.
+        """
+        if self.options.num_gpus is None:
+            raise ConfigurationError(
+                "num_gpus is None: the world size is known once the servers were asked",
+                remedy="read transport.world_size after init_all_workers_group()",
+            )
+        return 1 + self.options.num_gpus
+
     @abstractmethod
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
         """A transport with the scheme's settings, as rank 0."""
@@ -56,3 +84,17 @@ class ServerScheme(CollectorScheme):
     def create_receiver(self, *args: Any, **kwargs: Any) -> None:
         """None: the servers own the receivers."""
         torchrl_logger.info("the servers own their receivers; there is none to create")
+
+
+def check_named_device(device: DeviceLike) -> None:
+    """Raises ConfigurationError if a device is named that torch does not see."""
+    # A bare index is TorchRL's default and follows the scheme to the machine that has the GPU;
+    # who names a device means one that exists.
+    if isinstance(device, (str, torch.device)):
+        check_device_exists(parse_device(device))
+
+
+def read_master_address(argument: str | None) -> str | None:
+    """The argument, else the environment, checked; None when neither is set."""
+    address = argument or read_text(MASTER_ADDRESS_VARIABLE)
+    return check_address(address) if address else None

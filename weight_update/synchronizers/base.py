@@ -1,82 +1,216 @@
-"""What all rows share: staleness, the phases around an update, the timer, what is returned."""
+"""What all rows share: checks before any phase, phases around an update, staleness, the timer."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from weight_update.delivery.delivery import Delivery
-from weight_update.errors import ConfigurationError
+from weight_update.errors import TRANSFER_FAILED, ConfigurationError, WeightUpdateError
+from weight_update.options import check_positive
 from weight_update.report import UpdateReport
+from weight_update.synchronizers.buffer_size import check_buffer_size
+from weight_update.synchronizers.carriers import Carrier, HandingOver, Reading, are_ours
+from weight_update.synchronizers.exchange import Exchange
 from weight_update.synchronizers.interface import Timer, WeightSynchronizer
+from weight_update.synchronizers.resolve import asked
 
 TRANSFER_LABEL = "prepare_for_generation/transfer_and_update_weights"
 
+Step = Callable[[], object]
+
 
 class DeliverySynchronizer(WeightSynchronizer):
-    """A synchronizer whose updates are a delivery's: a row says which, and what happens around it.
+    """A synchronizer whose updates are a delivery's: a row says what happens around them.
 
     Args:
-        delivery: Brings the weights to the engines.
+        policy: The trainer.
+        generation: The engines.
+        refit_buffer_size_gb: Size of a buffer; None takes a share of the free memory.
+        refit_timeout_s: Seconds for one refit; None takes the default, which is finite.
 
     Attributes:
+        policy: As given.
+        generation: As given.
         report: Of the last update that succeeded.
     """
 
+    colocated = False
     takes_kv_scales = False
+    connects_first = False
 
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-        self._stale = True
+    def __init__(
+        self,
+        policy: Any,
+        generation: Any,
+        refit_buffer_size_gb: float | None = None,
+        *,
+        refit_timeout_s: float | None = None,
+    ) -> None:
+        if refit_timeout_s is not None:
+            check_positive("refit_timeout_s", refit_timeout_s, number=float)
+        self.policy, self.generation = policy, generation
         self.report: UpdateReport | None = None
+        self._refit_buffer_size_gb = refit_buffer_size_gb
+        self._refit_timeout_s = refit_timeout_s
+        self._stale = True
+        self._refuse_in_place()
+        self._carrier = self._carry()
 
     @property
     def is_stale(self) -> bool:
         """Whether engines may hold other weights than the policy's last synchronised ones."""
         return self._stale
 
+    def init_communicator(self) -> None:
+        """Tells the engines what will come; rows that need a group beforehand make it.
+
+        Raises:
+            WeightUpdateError: A side refused, or did not come.
+        """
+        asked("prepare_refit_info", self._carrier.announce)
+        if self.connects_first:
+            self._carrier.connect()
+
     def sync_weights(
         self, *, timer: Timer | None = None, kv_scales: Mapping[str, float] | None = None
     ) -> dict[str, float] | None:
         """Runs one update between the row's phases; see :class:`WeightSynchronizer`."""
-        self._refuse(kv_scales)
         self._stale = True
-        with self._phases():
-            measured = nullcontext() if timer is None else timer.time(TRANSFER_LABEL)
-            with measured:
-                self.report = self._delivery.update(
-                    self._source(kv_scales), whole=True, bucket_bytes=self._bucket_bytes()
-                )
+        self._object(kv_scales)
+        try:
+            with self._phases(), _timed(timer):
+                self.report = self._push(kv_scales)
+        except WeightUpdateError as error:
+            error.report = error.report or self._standing()
+            raise
         self._stale = False
         return metrics(self.report)
 
     def shutdown(self) -> None:
         """Gives the group up on both ends; may be repeated."""
         self._stale = True
-        self._delivery.shutdown()
+        self._carrier.delivery.shutdown()
 
-    @abstractmethod
+    # -- what a row says --------------------------------------------------------------------
+
     def _phases(self) -> AbstractContextManager[Any]:
         """What happens before and after an update, and after a failed one all the same."""
+        return nullcontext()
 
-    @abstractmethod
-    def _source(self, kv_scales: Mapping[str, float] | None) -> Callable[[], Any]:
-        """Returns what to send."""
+    def _exchange(self) -> Exchange:
+        """What NeMo-RL's own policy and generation do in this row."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _bucket_bytes(self) -> int | None:
-        """The size of a bucket; None lets the way that bytes take choose."""
-
-    def _refuse(self, kv_scales: Mapping[str, float] | None) -> None:
-        if kv_scales and not self.takes_kv_scales:
+    def _object(self, kv_scales: Mapping[str, float] | None) -> None:
+        """Raises what speaks against a refit, before any phase starts."""
+        if kv_scales is not None and not self.takes_kv_scales:
             raise ConfigurationError(
                 f"{type(self).__name__} and its engines do not support kv_scales; got "
                 f"{sorted(kv_scales)}",
                 phase="plan",
-                remedy="leave them out, or let the engine compute its own",
+                remedy="leave them out: the engine computes its own, or takes 1.0",
             )
+        check_buffer_size(self._refit_buffer_size_gb)
+        self._refuse_in_place()
+        self._carrier.check()
+
+    # -- phases -----------------------------------------------------------------------------
+
+    def _offload(self) -> None:
+        asked("policy.offload_before_refit()", self.policy.offload_before_refit)
+
+    def _restore(self) -> None:
+        asked("policy.offload_after_refit()", self.policy.offload_after_refit)
+
+    def _prepare(self, tag: str) -> None:
+        asked(
+            f"generation.prepare_for_generation(tags=[{tag!r}])",
+            lambda: self.generation.prepare_for_generation(tags=[tag]),
+        )
+
+    def _prepare_weights(self) -> None:
+        self._prepare("weights")
+
+    def _prepare_kv_cache(self) -> None:
+        self._prepare("kv_cache")
+
+    # -- the update -------------------------------------------------------------------------
+
+    def _carry(self) -> Carrier:
+        if not are_ours(self.policy, self.generation):
+            return HandingOver(self._exchange())
+        return Reading(
+            self.policy,
+            self.generation,
+            colocated=self.colocated,
+            timeout_s=self._refit_timeout_s,
+        )
+
+    def _push(self, kv_scales: Mapping[str, float] | None) -> UpdateReport:
+        try:
+            return self._carrier.push(self._refit_buffer_size_gb, self._free_bytes, kv_scales)
+        except WeightUpdateError as error:
+            if error.phase not in ("configure", "plan"):
+                error.message = TRANSFER_FAILED + error.message
+            raise
+
+    def _free_bytes(self) -> int:
+        free = asked("policy.get_free_memory_bytes()", self.policy.get_free_memory_bytes)
+        return int(min(free) if isinstance(free, list) else free)
+
+    def _refuse_in_place(self) -> None:
+        mode = getattr(self.generation, "pause_generation_mode", None)
+        accepted = getattr(self.generation, "kv_policy", None) in ("keep", "auto")
+        if mode == "in_place" and not accepted:
+            raise ConfigurationError(
+                "pause_generation_mode='in_place' is unsafe for weight refit: entries of the KV "
+                "cache that older weights made would be used on",
+                phase="plan",
+                remedy="use 'retract' or 'abort'",
+            )
+
+    def _standing(self) -> UpdateReport:
+        """What is known of the engines, where no update had begun."""
+        delivery = self._carrier.delivery
+        return UpdateReport(delivery.version, 0, 0, 0, {}, delivery.engines)
+
+
+@contextmanager
+def restoring(*steps: Step) -> Iterator[list[Step]]:
+    """Runs all steps afterwards, in order, whatever happened and whichever of them fails.
+
+    Gives the list of steps, which may grow meanwhile. What went wrong first is raised.
+
+    Example:
+        >>> with restoring(lambda: print("restored")) as later:
+        ...     later.append(lambda: print("prepared"))
+        restored
+        prepared
+    """
+    later = list(steps)
+    try:
+        yield later
+    except BaseException as error:
+        for trouble in _troubles(later):
+            error.add_note(f"and afterwards: {trouble!r}")
+        raise
+    for trouble in _troubles(later):
+        raise trouble
+
+
+def _troubles(steps: list[Step]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for step in steps:
+        try:
+            step()
+        except BaseException as error:  # noqa: BLE001 - raised when all steps have run
+            found.append(error)
+    return found
+
+
+def _timed(timer: Timer | None) -> AbstractContextManager[Any]:
+    return nullcontext() if timer is None else timer.time(TRANSFER_LABEL)
 
 
 def metrics(report: UpdateReport) -> dict[str, float]:

@@ -14,6 +14,8 @@ from weight_update.waiting import Deadline
 
 # A fixed port may still be held by the group that this process has just given up.
 _PORT_SECONDS = 2.0
+# Reserved for documentation: no host has it, and the default route leads to it.
+_ELSEWHERE = "192.0.2.1"
 
 
 def choose_address(urls: Sequence[str]) -> str:
@@ -47,8 +49,20 @@ def is_here(url: str) -> bool:
         >>> is_here("http://127.0.0.1:30000")
         True
     """
+    if not has_address(url):
+        return False
     ours = _local_address_towards(url)
     return _parsed(ours).is_loopback or ours == _resolve(urlsplit(url).hostname or "")
+
+
+def has_address(url: str) -> bool:
+    """Whether a URL tells where its engine is; the name of a Ray actor does not.
+
+    Example:
+        >>> has_address("http://127.0.0.1:30000"), has_address("ray-actor://Engine.0a1b2c3d")
+        (True, False)
+    """
+    return urlsplit(url).scheme in ("http", "https")
 
 
 def check_address(address: str) -> str:
@@ -114,6 +128,8 @@ def _bound(address: str, port: int | None) -> socket.socket:
 def _local_address_towards(url: str) -> str:
     parts = urlsplit(url)
     host = parts.hostname or ""
+    if not has_address(url):
+        return _outward_address()
     try:
         target = _resolve(host)
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
@@ -131,6 +147,17 @@ def _local_address_towards(url: str) -> str:
             phase="connect",
             remedy="set master_address=",
         )
+    return address
+
+
+def _outward_address() -> str:
+    """Where this host goes out from, as others of its network know it; loopback if it cannot."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE, 80))  # a route look-up: nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
     return address
 
 

@@ -30,7 +30,9 @@ _GLOO_DTYPES = frozenset(
 class BucketPacker:
     """Packs buckets for the wire, alternating between two buffers that are kept.
 
-    While one bucket travels, the next is packed into the other buffer.
+    While one bucket travels, the next is packed into the other buffer. On a GPU the host waits for
+    none of it: a bucket is packed behind the one that left from its buffer, since the group has the
+    caller's stream wait for that before it sends the one between them.
 
     Args:
         device: Device of the buffers.
@@ -83,13 +85,15 @@ class BucketPacker:
         Raises:
             WeightMismatchError: A value has another dtype or shape than was announced.
         """
+        queued = self.device.type == "cuda"
         with self._stream.running():
             if bucket.flat:
                 buffer = self._next_buffer(bucket.nbytes)
-                fill(buffer, bucket.weights)
-                return Cargo([buffer])
+                fill(buffer, bucket.pieces)
+                return Cargo([buffer], queued=queued)
             with closing(read_as_announced(bucket.weights)) as values:
-                return Cargo([value.to(self.device).contiguous() for value in values])
+                tensors = [value.to(self.device).contiguous() for value in values]
+                return Cargo(tensors, queued=queued)
 
     def abandon(self) -> None:
         """Leaves the buffers to a pack that does not end; later ones get others."""

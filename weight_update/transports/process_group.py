@@ -12,7 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -136,6 +136,9 @@ class UpdateGroup:
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         """Starts broadcasting the tensors from rank 0, in order; :meth:`moving` tells the rest.
 
+        An NCCL group takes more while bytes still move: what the caller's stream is asked from now
+        on begins when all but these tensors have left.
+
         The first broadcast of an NCCL group builds the communicator, which blocks until every
         peer takes part: it runs in a thread of its own, so that the answers can be watched.
         """
@@ -143,13 +146,19 @@ class UpdateGroup:
         if group is None or self.given_up:
             raise WeightUpdateError("the group was given up", phase="transfer")
         if self._built:
-            self._works = _broadcast_all(group, tensors)
+            self._behind_what_moves()
+            self._works += _broadcast_all(group, tensors)
             return
         torch.cuda.current_stream(self.device).synchronize()
-        self._building = spawn(_broadcast_all, group, tensors)
+        self._building = spawn(_broadcast_after, self._building, group, tensors)
+
+    def _behind_what_moves(self) -> None:
+        """Has the caller's stream wait for what NCCL was asked before; the host does not."""
+        if self.backend == "nccl":
+            _wait_for([*self._works])
 
     def moving(self) -> bool:
-        """Whether bytes of the last :meth:`broadcast` are still under way.
+        """Whether bytes of any :meth:`broadcast` are still under way.
 
         Raises:
             EngineUnreachable: A peer is gone.
@@ -163,14 +172,7 @@ class UpdateGroup:
         if not all(work.is_completed() for work in self._works):
             return True
         works, self._works = self._works, []
-        try:
-            while works:
-                works.pop(0).wait()
-        except RuntimeError as error:
-            # A work keeps the sockets of its group open, and with them every peer that waits:
-            # a traceback, which lives as long as somebody looks at the error, must not hold one.
-            works.clear()
-            raise EngineUnreachable(f"the broadcast failed: {error}", phase="transfer") from error
+        _wait_for(works)
         return False
 
     def _collect_first_works(self) -> bool:
@@ -217,8 +219,31 @@ def _let_groups_end() -> None:
     wait(list(_endings), timeout=_EXIT_SECONDS)
 
 
+def _wait_for(works: list[Any]) -> None:
+    """Waits for works as torch understands it, and lets go of them.
+
+    Raises:
+        EngineUnreachable: A peer is gone.
+    """
+    try:
+        while works:
+            works.pop(0).wait()
+    except RuntimeError as error:
+        # A work keeps the sockets of its group open, and with them every peer that waits:
+        # a traceback, which lives as long as somebody looks at the error, must not hold one.
+        works.clear()
+        raise EngineUnreachable(f"the broadcast failed: {error}", phase="transfer") from error
+
+
 def _broadcast_all(group: Any, tensors: list[torch.Tensor]) -> list[Any]:
     return [process_groups.broadcast(group, tensor) for tensor in tensors]
+
+
+def _broadcast_after(
+    before: Future[list[Any]] | None, group: Any, tensors: list[torch.Tensor]
+) -> list[Any]:
+    earlier = [] if before is None else before.result()
+    return earlier + _broadcast_all(group, tensors)
 
 
 def _abort(held: list[Any], store: process_groups.AbandonableStore) -> None:
@@ -227,9 +252,17 @@ def _abort(held: list[Any], store: process_groups.AbandonableStore) -> None:
     store.abandon()
 
 
+_G = TypeVar("_G", bound=UpdateGroup)
+
+
 def open_group(
-    urls: Sequence[str], options: UpdateOptions, world_size: int, device: torch.device
-) -> UpdateGroup:
+    urls: Sequence[str],
+    options: UpdateOptions,
+    world_size: int,
+    device: torch.device,
+    *,
+    kind: type[_G] = UpdateGroup,  # type: ignore[assignment]  # a default that mypy cannot bind
+) -> _G:
     """A group that listens where the engines at ``urls`` can reach it.
 
     Raises:
@@ -237,6 +270,4 @@ def open_group(
     """
     given = options.master_address
     address = check_address(given) if given else choose_address(urls)
-    return UpdateGroup(
-        address=address, port=options.master_port, world_size=world_size, device=device
-    )
+    return kind(address=address, port=options.master_port, world_size=world_size, device=device)

@@ -30,6 +30,7 @@ from weight_update.torch_private.shared_memory import (
     is_kept_elsewhere,
     share_gpu_memory,
 )
+from weight_update.transports.address import has_address
 from weight_update.transports.in_request import NoGroup
 from weight_update.transports.packing import SideStream, fill, read_as_announced
 from weight_update.transports.sizing import free_bytes
@@ -58,16 +59,19 @@ class SharedMemoryWay:
 
     Args:
         load_format: ``tensors`` shares every parameter where it lies, without a buffer.
+        all_ranks_answer: Every rank of an engine says when it has taken a bucket.
     """
 
-    def __init__(self, load_format: LoadFormat = "auto") -> None:
-        self._load_format = load_format
+    def __init__(self, load_format: LoadFormat = "auto", *, all_ranks_answer: bool = False) -> None:
+        self._load_format, self._all_ranks_answer = load_format, all_ranks_answer
         self._packer: SharedMemoryPacker | None = None
 
     def open_packer(self, device: torch.device) -> SharedMemoryPacker:
         """The packer for a device."""
         if self._packer is None or self._packer.device != _numbered(device):
-            self._packer = SharedMemoryPacker(device, self._load_format)
+            self._packer = SharedMemoryPacker(
+                device, self._load_format, all_ranks_answer=self._all_ranks_answer
+            )
         return self._packer
 
     def open_group(self, urls: Sequence[str], device: torch.device) -> NoGroup:
@@ -166,10 +170,19 @@ class SharedMemoryPacker:
         device: Where the weights are; buffers are there too.
         load_format: ``tensors`` shares what lasts where it lies, and copies only what does not:
             merged or cast weights, and on the CPU, where ordinary memory cannot be opened, all.
+        all_ranks_answer: Every rank of an engine says when it has taken a bucket; without, rank 0
+            answers for all.
     """
 
-    def __init__(self, device: torch.device, load_format: LoadFormat = "auto") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        load_format: LoadFormat = "auto",
+        *,
+        all_ranks_answer: bool = False,
+    ) -> None:
         self.device = _numbered(device)
+        self._all_ranks_answer = all_ranks_answer
         self._apart = load_format == "tensors"
         self._side = SideStream(device)
         self._shelves: list[_Shelf] = []
@@ -184,9 +197,9 @@ class SharedMemoryPacker:
 
     def format(self, specs: Sequence[TensorSpec] | None, terms: Terms) -> Format:
         """Buckets as large as was asked for, or as memory allows: few requests cost least."""
-        # Rank 0 answers for all ranks, and others may be reading still. They have read what came
-        # before when the next request is answered.
-        self._most_turns = 2 if terms.ranks == 1 else 3
+        # Where rank 0 answers for all ranks, others may be reading still. They have read what
+        # came before when the next request is answered.
+        self._most_turns = 2 if terms.ranks == 1 or self._all_ranks_answer else 3
         if self._apart and self.device.type == "cuda":
             whole = sys.maxsize if specs is None else sum(spec.nbytes for spec in specs)
             return Format(terms.bucket_bytes or max(whole, 1), _packs_none, _IN_PLACE)
@@ -258,7 +271,7 @@ class SharedMemoryPacker:
     def _flat(self, bucket: Bucket, shelf: _Shelf) -> SharedTensor:
         nbytes = max(bucket.nbytes, 1)  # a bucket without weights is opened all the same
         buffer, start = shelf.place(nbytes, lambda: self._buffer(bucket))
-        fill(buffer.bytes[start : start + bucket.nbytes], bucket.weights)
+        fill(buffer.bytes[start : start + bucket.nbytes], bucket.pieces)
         return SharedTensor(buffer.memory, torch.uint8, (nbytes,), start)
 
     def _each(self, bucket: Bucket, shelf: _Shelf) -> tuple[SharedTensor, ...]:
@@ -364,8 +377,13 @@ def check_on_this_host(urls: Sequence[str]) -> None:
 
 
 def _is_here(url: str) -> bool:
-    """Whether a URL leads to an address of this host: those alone can be bound."""
+    """Whether a URL leads to an address of this host: those alone can be bound.
+
+    What is no URL of a server has no address; whether it can open memory is tried.
+    """
     parts = urlsplit(url)
+    if not has_address(url):
+        return True
     try:
         found = socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_DGRAM)
     except OSError as error:

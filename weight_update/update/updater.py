@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -73,6 +73,7 @@ class Push:
         progress: Told of each phase and of each confirmed bucket.
         check_readers: Raises when somebody else who takes part in the reading failed.
         bucket_bytes: The size of a bucket of this update; None leaves it to the options.
+        bucket_limit: What no bucket of several tensors is larger than, whatever is chosen.
     """
 
     read: Callable[[], Payload]
@@ -80,6 +81,13 @@ class Push:
     progress: ProgressHook | None = None
     check_readers: Callable[[], None] = nobody_else
     bucket_bytes: int | None = None
+    bucket_limit: int | None = None
+
+    def limited(self, chosen: Format) -> Format:
+        """A format whose buckets are no larger than the limit."""
+        if self.bucket_limit is None or chosen.bucket_bytes <= self.bucket_limit:
+            return chosen
+        return replace(chosen, bucket_bytes=self.bucket_limit)
 
 
 @dataclass
@@ -430,11 +438,12 @@ class Updater:
                 in_place=device.type == "cuda"
                 and all(w.device == device and w.at_hand for w in weights or ()),
                 ranks=max((member.ranks for member in members), default=1),
+                intakes={member.url: member.engine.intake for member in members},
             )
             specs = None if weights is None else [weight.spec for weight in weights]
             chosen = self._wire.packer_for(device).format(specs, terms)
             if run is not None:
-                run.format = chosen
+                run.format = chosen = run.push.limited(chosen)
             return chosen
 
         return choose

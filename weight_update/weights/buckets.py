@@ -12,6 +12,7 @@ from math import ceil
 from weight_update.weights.cargo import Packs
 from weight_update.weights.families.fused import group_of as fused_group_of
 from weight_update.weights.families.fused import set_of
+from weight_update.weights.pieces import pieces
 from weight_update.weights.specs import TensorSpec, Weight
 
 _log = logging.getLogger("weight_update")
@@ -53,6 +54,11 @@ class Bucket:
         dtypes = [spec.dtype_name for spec in self.specs]
         shapes = [spec.shape for spec in self.specs]
         return json.dumps({"names": names, "dtypes": dtypes, "shapes": shapes})
+
+    @cached_property
+    def pieces(self) -> tuple[Weight, ...]:
+        """The weights as they are best read into one buffer."""
+        return tuple(pieces(self.weights))
 
     @cached_property
     def nbytes(self) -> int:
@@ -160,8 +166,10 @@ class _Units:
     def __init__(self, weights: Iterable[Weight], group_of: GroupOf) -> None:
         self.members: dict[str, list[Weight]] = {}
         self.nbytes: dict[str, int] = {}
-        for weight in weights:
+        self._places: dict[str, int] = {}
+        for place, weight in enumerate(weights):
             spec = weight.spec
+            self._places[spec.name] = place
             key = group_of(spec.name) or f"\n{spec.name}"  # no group is called like this
             if key in self.members:
                 self.members[key].append(weight)
@@ -170,8 +178,15 @@ class _Units:
                 self.members[key] = [weight]
                 self.nbytes[key] = spec.nbytes
 
+    def place(self, weight: Weight) -> int:
+        """The place of a weight in send order."""
+        return self._places[weight.spec.name]
+
     def join_sets(self, limit: int) -> None:
-        """Makes one unit of a set of groups, where it fits."""
+        """Makes one unit of a set of groups, where it fits; its weights in send order again.
+
+        The experts of a layer come out of two large tensors, and are copied fastest as they lie.
+        """
         large = [k for k, size in self.nbytes.items() if size > limit and len(self.members[k]) > 1]
         _tell("larger than bucket_bytes=%d, and travel(s) in a larger bucket", large, limit)
         homes = {key: home for key in self.members if (home := set_of(key))}
@@ -186,6 +201,8 @@ class _Units:
         for key, weights in self.members.items():
             home = homes.get(key, key)
             members.setdefault(key if sets.get(home, 0) > limit else home, []).extend(weights)
+        for home in sets.keys() & members.keys():
+            members[home].sort(key=self.place)
         self.nbytes = {key: sets[key] if key in sets else self.nbytes[key] for key in members}
         self.members = members
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from weight_update.facts import Intake
 from weight_update.weights.specs import TensorSpec, Weight
 
 Packs = Callable[[TensorSpec], bool]
@@ -55,15 +56,25 @@ class Cargo:
     Attributes:
         tensors: What the group broadcasts, in order.
         shared: What engines open: one flat buffer, or a tensor a weight, in wire order.
+        elsewhere: The same, by rank of the trainer, in memory that other ranks share.
         folder: Where engines read files.
         unordered: Engines take it in whatever order it comes in, so the next one is told of before
             this one was taken. The packer has room for two at a time that nobody took.
+        queued: The group sends in the order it is asked to, and the packer writes to a buffer only
+            behind what is sent from it: the next one may be sent as soon as engines answered,
+            though this one's bytes still travel.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     shared: tuple[SharedTensor, ...] = ()
+    elsewhere: Mapping[int, tuple[SharedTensor, ...]] = field(default_factory=dict)
     folder: Path | None = None
     unordered: bool = False
+    queued: bool = False
+
+    def shared_by(self, rank: int) -> tuple[SharedTensor, ...]:
+        """What an engine opens that shares its GPU with a rank of the trainer."""
+        return self.elsewhere.get(rank, self.shared)
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ class Terms:
             measured.
         in_place: Every value is there already, as it is sent and where it is sent from.
         ranks: Most tensor parallel ranks that one engine has.
+        intakes: How each engine, by URL, takes weights.
     """
 
     bucket_bytes: int | None = None
@@ -84,6 +96,7 @@ class Terms:
     request_seconds: float | None = None
     in_place: bool = False
     ranks: int = 1
+    intakes: Mapping[str, Intake] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,21 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """Where a value lies in a larger one that is there already, contiguous.
+
+    Attributes:
+        whole: The larger weight.
+        first: The element of it that the value begins with; the others follow without gaps.
+        read: How the value is read by itself: whoever reads it in another way makes something else.
+    """
+
+    whole: Weight
+    first: int
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
     """A tensor that is announced now and read when its bucket is packed.
 
@@ -70,6 +85,8 @@ class Weight:
         collective: All ranks of the trainer must read it together.
         turn: How they are told to, on the rank that leads; None on all others.
         ranks: Which ranks those are, of the trainer's default group; empty for all.
+        slice: Where its value lies in a larger one, so that neighbours are copied at once; None for
+            one that lies in none.
     """
 
     spec: TensorSpec
@@ -80,6 +97,7 @@ class Weight:
     turn: Turn | None = None
     ranks: tuple[int, ...] = ()
     into: Callable[[torch.Tensor], torch.Tensor] | None = None
+    slice: Slice | None = None
 
     @property
     def at_hand(self) -> bool:

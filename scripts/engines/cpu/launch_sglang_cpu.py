@@ -7,6 +7,7 @@ Further arguments are SGLang's own and override the defaults below. With
 `EXIT_ON_STDIN_EOF=1` in the environment the server dies when its standard input closes.
 """
 
+import multiprocessing
 import os
 import sys
 
@@ -32,6 +33,7 @@ CPU_ARGUMENTS = [
 def main(arguments: list[str]) -> None:
     """Run the server until it is told to stop, and take its workers down with it."""
     die_with_stdin()
+    fork_workers()
 
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
@@ -41,6 +43,15 @@ def main(arguments: list[str]) -> None:
         run_server(prepare_server_args(CPU_ARGUMENTS + arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def fork_workers() -> None:
+    """Have SGLang's workers begin with what is imported here, whatever it asks for.
+
+    A start is little else than imports, which spawned workers would each do again.
+    """
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

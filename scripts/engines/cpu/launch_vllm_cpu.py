@@ -9,6 +9,7 @@ input closes.
 """
 
 import os
+import runpy
 import sys
 
 from die_with_stdin import die_with_stdin
@@ -37,12 +38,22 @@ def main(arguments: list[str]) -> None:
     die_with_stdin()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # vLLM's command line is called like this by its own script, which the CPU build's package
-    # name breaks: it asks for the version of a package called vllm.
     sys.argv = [sys.argv[0], *CPU_ARGUMENTS, *arguments]
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
     serve()
+
+
+def serve() -> None:
+    """Do what vLLM's own script does with the command line.
+
+    The script itself asks for the version of a package called vllm, which the CPU build's name
+    breaks.
+    """
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import main as entry
+    except ModuleNotFoundError:  # 0.27 has this instead
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    else:
+        entry()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import requests
@@ -40,11 +41,12 @@ class SGLangClient:
     Args:
         url: Base URL.
         options: Keys, TLS and proxies.
+        calls: Calls the routes, where that is not by HTTP.
     """
 
-    def __init__(self, url: str, options: HttpOptions) -> None:
+    def __init__(self, url: str, options: HttpOptions, calls: EngineHttp | None = None) -> None:
         self.url = url
-        self._http = EngineHttp(url, options)
+        self._http = calls or EngineHttp(url, options)
 
     def has(self, route: str, deadline: Deadline) -> bool | None:
         """Whether a route exists, without running it; None when the answer does not tell."""
@@ -190,6 +192,19 @@ class SGLangClient:
         retracted batch never leaves.
         """
         return self._call("/flush_cache", "flush", deadline, {})
+
+    def release_memory(self, tags: Sequence[str], deadline: Deadline) -> None:
+        """Frees memory of an idle server, as far as it has a memory saver; a busy one ends."""
+        self._occupy("/release_memory_occupation", "pause", tags, deadline)
+
+    def resume_memory(self, tags: Sequence[str], deadline: Deadline) -> None:
+        """Takes memory back; a server that did not free it ends."""
+        self._occupy("/resume_memory_occupation", "continue", tags, deadline)
+
+    def _occupy(self, route: str, phase: Phase, tags: Sequence[str], deadline: Deadline) -> None:
+        response = self._call(route, phase, deadline, {"tags": list(tags)})
+        if response.status_code != 200:  # its body is null
+            raise self._http.rejection(response, phase=phase)
 
     def stamp(self, label: str, deadline: Deadline) -> None:
         """Writes the version label; left to its default, the server would abort all requests."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from weight_update.engines.http import EngineHttp
 from weight_update.engines.model_folder import folder_of, read_config, read_scaled, read_shapes
 from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
@@ -54,15 +55,26 @@ class SGLangEngine:
     Args:
         url: Base URL.
         options: Keys, TLS and proxies.
+        calls: Calls the routes, where that is not by HTTP: those of a Ray actor, say.
+        first_rank: The trainer's rank that shares a GPU with this server's first rank; the
+            others follow in order.
     """
 
     flush_skipped = "Skipping the SGLang radix-cache flush"
     # Every SGLang loader skips rotary tables: it computes them itself.
     harmless_name = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
-    def __init__(self, url: str, options: HttpOptions) -> None:
+    def __init__(
+        self,
+        url: str,
+        options: HttpOptions,
+        calls: EngineHttp | None = None,
+        *,
+        first_rank: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.url = url
-        self._client = SGLangClient(url, options)
+        self._client = SGLangClient(url, options, calls)
+        self._first_rank = first_rank
         self._capabilities: SGLangCapabilities | None = None
         self._layout = SGLangLayout(ranks=None, disaggregated=False)
         self._model = SGLangModel()
@@ -70,6 +82,7 @@ class SGLangEngine:
         self._folder: Any = None
         self._runtime: RuntimeNames | None = None
         self._stands_still = False
+        self._saves_memory, self._backs_weights_up = True, False
 
     def inspect(self, deadline: Deadline) -> None:
         """Learns release, routes and layout; the only place where capabilities are decided.
@@ -85,6 +98,8 @@ class SGLangEngine:
         routes = {route: there for half in probed for route, there in half.result().items()}
         release = info.get("version")
         self._layout = read_layout(info)
+        self._saves_memory = info.get("enable_memory_saver") is not False
+        self._backs_weights_up = info.get("enable_weights_cpu_backup") is True
         self._capabilities = read_capabilities(
             release if isinstance(release, str) else "", routes, url=self.url
         )
@@ -293,6 +308,24 @@ class SGLangEngine:
         """Asks for one flush; whether it was done."""
         return flushed(self._client.flush(deadline))
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether memory that is released is freed, as far as the server says."""
+        return self._saves_memory
+
+    @property
+    def forgets_weights(self) -> bool:
+        """Whether weights that were released are arbitrary when they are taken back."""
+        return self._saves_memory and not self._backs_weights_up
+
+    def release_memory(self, tags: Sequence[str], deadline: Deadline) -> None:
+        """Frees ``weights``, ``kv_cache`` or ``cuda_graph``; ends the server unless it is idle."""
+        self._client.release_memory(tags, deadline)
+
+    def resume_memory(self, tags: Sequence[str], deadline: Deadline) -> None:
+        """Takes back what was freed; ends the server where it was not."""
+        self._client.resume_memory(tags, deadline)
+
     def stamp(self, label: str, deadline: Deadline) -> None:
         """Writes the version label, without aborting requests."""
         self._client.stamp(label, deadline)
@@ -306,6 +339,7 @@ class SGLangEngine:
             needed=self.capabilities.sessions,
             drafts=self._intake.drafts,
             ranks=self._layout.ranks or 1,
+            first_rank=self._first_rank(),
         )
 
     def close(self) -> None:

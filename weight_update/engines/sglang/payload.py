@@ -29,22 +29,28 @@ _PROTOCOL = 3
 
 
 def tensor_request(
-    bucket: Bucket, shared: Sequence[SharedTensor], *, ranks: int, flush: bool
+    bucket: Bucket, shared: Sequence[Sequence[SharedTensor]], *, flush: bool
 ) -> dict[str, Any]:
     """The body of an update request whose tensors the server opens by itself.
 
     Args:
         bucket: What it brings.
-        shared: A flat bucket's buffer, or a tensor a weight.
-        ranks: Tensor parallel ranks of the server; each opens all of it.
+        shared: What each tensor parallel rank of the server opens, all of the bucket: its buffer,
+            if it is flat, or a tensor a weight. Most often it is the same for several.
         flush: Whether the server flushes its cache after loading.
 
     Example:
-        >>> tensor_request(Bucket((), flat=False), (), ranks=2, flush=False)["load_format"]
+        >>> body = tensor_request(Bucket((), flat=False), [(), ()], flush=False)
+        >>> len(body["serialized_named_tensors"]), body["load_format"]
+        (2, None)
     """
-    payload = flat_payload(bucket, shared[0]) if bucket.flat else plain_payload(bucket, shared)
+    written = {id(tensors): tensors for tensors in shared}
+    payloads = {
+        key: flat_payload(bucket, tensors[0]) if bucket.flat else plain_payload(bucket, tensors)
+        for key, tensors in written.items()
+    }
     return {
-        "serialized_named_tensors": [payload] * ranks,
+        "serialized_named_tensors": [payloads[id(tensors)] for tensors in shared],
         "load_format": "flattened_bucket" if bucket.flat else None,
         "flush_cache": flush,
         "abort_all_requests": False,

@@ -22,15 +22,22 @@ class SGLangSession:
             and left to its default, a release with sessions loads the weights of the model
             that is served into both. Older releases load them into that one only.
         ranks: The server's tensor parallel ranks, each of which opens shared memory by itself.
+        first_rank: The trainer's rank that shares a GPU with the first of them.
     """
 
     def __init__(
-        self, client: SGLangClient, *, needed: bool, drafts: bool = False, ranks: int = 1
+        self,
+        client: SGLangClient,
+        *,
+        needed: bool,
+        drafts: bool = False,
+        ranks: int = 1,
+        first_rank: int = 0,
     ) -> None:
         self._client = client
         self._needed = needed
         self._drafts = drafts
-        self._ranks = ranks
+        self._trainers_ranks = range(first_rank, first_rank + ranks)
         self._selector = "target" if needed and drafts else None
 
     def open(self, deadline: Deadline) -> bool:
@@ -73,7 +80,8 @@ class SGLangSession:
         self._client.update(body, deadline)
 
     def _opening(self, bucket: Bucket, cargo: Cargo, *, flush: bool) -> dict[str, Any]:
-        body = tensor_request(bucket, cargo.shared, ranks=self._ranks, flush=flush)
+        shared = [cargo.shared_by(rank) for rank in self._trainers_ranks]
+        body = tensor_request(bucket, shared, flush=flush)
         if self._selector is not None:
             body["selector"] = self._selector
         elif self._drafts:  # releases before sessions load these into both models

@@ -1,37 +1,45 @@
-"""vLLM, taking one LoRA adapter from a folder; its weights are not updated here."""
+"""vLLM as an engine: what all pushes share, and updates of whole models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import base64
+import json
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
-from weight_update.engines.lora import (
-    MERGE,
-    AdapterFolders,
-    AdapterParcel,
-    AdapterSession,
-    HeldAdapter,
+from weight_update.engines.vllm.capabilities import (
+    PROBED_ROUTES,
+    VLLMCapabilities,
+    read_capabilities,
 )
-from weight_update.engines.vllm.client import LOAD_ROUTE, PAUSE_ROUTE, VLLMClient
-from weight_update.errors import ConfigurationError, EngineRejected
+from weight_update.engines.vllm.client import PAUSE_ROUTE, VLLMClient
+from weight_update.engines.vllm.facts import VLLMFacts, instance_of, read_facts
+from weight_update.engines.vllm.session import Bracket, VLLMSession
+from weight_update.engines.vllm.shared import OpenChannel, VLLMSharedSession
+from weight_update.errors import ConfigurationError, EngineRejected, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way
-from weight_update.waiting import Deadline
+from weight_update.waiting import Deadline, spawn
 
-_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+UniqueId = Callable[[str, Deadline], bytes]
+"""The id of an NCCL group, by the group's name, as soon as the trainer has made it."""
+
+PAUSE_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+_FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+# What is left of a deadline tells a server whose workers are busy from one that is gone.
+_LABEL_SHARE = 0.6
+_BACKENDS = {"nccl": "nccl", "gloo": "weight_update_gloo"}
+_EXTENSION = "weight_update.vllm_worker.WorkerExtension"
 
 
-class VLLMAdapterEngine:
-    """One vLLM server whose adapter is replaced; shown on 0.32.0.
-
-    Requests keep the adapter that they began with, so none need end: under ``retract`` and
-    ``in_place`` they are frozen and go on. So do those that came while it was paused.
+class VLLMControls:
+    """What is the same whatever a vLLM server is brought: its pauses, its label, its caches.
 
     Args:
         url: Base URL.
         options: Keys, TLS and proxies.
-        folders: Brings the adapter of the update that runs, in a folder that the server sees.
+        client: Speaks to the server; None makes vLLM's own.
     """
 
     harmless_name = ""
@@ -39,22 +47,23 @@ class VLLMAdapterEngine:
     salts_prefixes = False
     layout: str | None = None
 
-    def __init__(self, url: str, options: HttpOptions, folders: AdapterFolders) -> None:
+    def __init__(self, url: str, options: HttpOptions, client: VLLMClient | None = None) -> None:
         self.url = url
         self.ranks: int | None = None
-        self.intake = Intake(any_shape=True)
-        self._client = VLLMClient(url, options)
-        self._folders = folders
-        self._held = HeldAdapter()
-        self._lacks = ""
+        self._client = client or VLLMClient(url, options)
 
     def inspect(self, deadline: Deadline) -> None:
-        """Learns release and routes.
+        """Learns how many workers there are.
 
         Raises:
             ConfigurationError: No vLLM server, or one without control routes.
         """
-        if self._client.release(deadline) is None or not self._client.has(PAUSE_ROUTE, deadline):
+        self._meet(deadline)
+
+    def _meet(self, deadline: Deadline) -> str:
+        """The release."""
+        release = self._client.release(deadline)
+        if release is None or not self._client.has(PAUSE_ROUTE, deadline):
             raise ConfigurationError(
                 "no vLLM server with control routes answers here",
                 engine=self.url,
@@ -62,104 +71,276 @@ class VLLMAdapterEngine:
                 remedy="start vLLM with VLLM_SERVER_DEV_MODE=1",
             )
         self.ranks = self._client.ranks(deadline)
-        self._held = HeldAdapter()
-        self._lacks = "" if self._client.has(LOAD_ROUTE, deadline) else LOAD_ROUTE
-
-    def objection(self, mode: PauseMode) -> str | None:
-        """Why this server cannot take an adapter; None when it can."""
-        if self._lacks:
-            return (
-                f"it has no {self._lacks}; start it with --enable-lora and "
-                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or {MERGE}"
-            )
-        return None
+        return release
 
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         """None: this is no router."""
         return ()
 
     def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
-        """Label and readiness as the server shows them now."""
-        paused = self._client.paused(deadline) if readiness else None
-        return Sighting(self.label(deadline), None if paused is None else not paused)
+        """Label, readiness and instance as the server shows them now; all asked for at once."""
+        info = spawn(self._client.server_info, deadline, "plan")
+        paused = spawn(self._client.paused, deadline) if readiness else None
+        label = self.label(deadline)
+        told = None if paused is None else paused.result()
+        return Sighting(label, None if told is None else not told, instance_of(info.result()))
 
     def label(self, deadline: Deadline) -> str | None:
-        """The version label that the server shows now."""
-        return self._client.label(deadline)
+        """The version label that the server shows now.
 
-    def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
-        """The server checks an adapter as a whole, when it loads it."""
-        return NameCheck()
+        Raises:
+            EngineRejected: An update request blocks its workers; the server is there.
+        """
+        try:
+            return self._client.label(deadline.share(_LABEL_SHARE))
+        except UpdateTimeout as error:
+            if not self._client.healthy(deadline):
+                raise
+            raise EngineRejected(
+                "an update request, of this trainer or another one, blocks its workers",
+                engine=self.url,
+                phase="plan",
+                remedy="wait until its trainer is gone, or restart the server",
+            ) from error
 
     def digests(self, deadline: Deadline) -> Digests | None:
-        """Adapters cannot be proved."""
+        """None: digests of a server's own are blind for what it lays out anew."""
         return None
 
     def first_values(self, name: str, deadline: Deadline) -> tuple[float, ...] | None:
-        """Adapters cannot be read back."""
+        """None: no weight can be read back."""
         return None
-
-    def join(self, **_: Any) -> None:
-        """Nothing: the adapter travels in a folder."""
-
-    def leave(self, group_name: str, deadline: Deadline) -> None:
-        """Nothing: there is no group."""
-
-    def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:
-        """Pauses generation; requests in flight are aborted, or kept frozen."""
-        # The cache stays: a new folder's prefixes are its own, and those of the base are valid.
-        self._client.pause(_MODES[mode], deadline, clear_cache=False)
 
     def drain(self, mode: PauseMode, deadline: Deadline) -> None:
         """Nothing: the pause answers when requests are aborted or frozen."""
 
     def resume(self, deadline: Deadline) -> None:
-        """Continues generation."""
-        self._client.resume(deadline)
+        """Continues generation; a server that was put to sleep goes on once it is fully awake.
 
-    def can_flush(self, mode: PauseMode) -> bool:
-        """Prefixes are kept apart by folder, so that none of the one before can be served."""
-        return True
-
-    def flushes_with_update(self, mode: PauseMode) -> bool:
-        """A new adapter begins without prefixes."""
-        return True
+        Asked itself, every server that is paused says that it sleeps.
+        """
+        if not self._client.asleep:  # resumed, it would use memory that is not there
+            self._client.resume(deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Empties the prefix cache.
+        """Empties the prefix cache; requests that are frozen are computed anew when they go on.
 
         Raises:
-            EngineRejected: Requests use it.
+            UpdateTimeout: The cache was still not emptied at the deadline.
         """
-        if not self.flush_once(deadline):
-            raise EngineRejected("the cache was not emptied", engine=self.url, phase="flush")
+        for attempt in count():
+            if self._client.reset_prefix_cache(deadline, running=True):
+                return
+            pause = _FLUSH_BACKOFF[min(attempt, len(_FLUSH_BACKOFF) - 1)]
+            if deadline.remaining() <= pause:
+                text = "the prefix cache was not emptied: its blocks are held"
+                raise UpdateTimeout(text, engine=self.url, phase="flush")
+            deadline.sleep(pause)
 
     def flush_once(self, deadline: Deadline) -> bool:
-        """Asks for one flush; whether it was done."""
+        """Asks for one flush; whether it was done. Requests that run keep it from being done."""
         return self._client.reset_prefix_cache(deadline)
 
     def stamp(self, label: str, deadline: Deadline) -> None:
         """Writes the version label."""
         self._client.stamp(label, deadline)
 
-    def session(self, way: Way) -> AdapterSession:
-        """A session for one update."""
-        return AdapterSession(_Desk(self._client, self._folders), self._folders, self._held)
-
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
 
 
-@dataclass(frozen=True)
-class _Desk:
-    """Where the adapters of one server are loaded and unloaded."""
+class VLLMEngine(VLLMControls):
+    """One vLLM server that takes whole models through its own weight transfer.
 
-    client: VLLMClient
-    folders: AdapterFolders
+    Requests in flight end early under ``abort``. Under ``retract`` they are frozen and computed
+    anew when they go on, under ``in_place`` they go on from the KV cache of the old weights.
 
-    def load(self, name: str, parcel: AdapterParcel, deadline: Deadline) -> None:
-        self.client.load_adapter(name, str(self.folders.place), deadline)
+    Args:
+        url: Base URL.
+        options: Keys, TLS and proxies.
+        packed: Whether the weights of a request come in one broadcast, or in one each.
+        unique_id: Where the id of an NCCL group comes from.
+        open_channel: How workers are told of memory that they open.
+        client: Speaks to the server; None makes vLLM's own.
+    """
 
-    def unload(self, name: str, deadline: Deadline) -> None:
-        self.client.unload_adapter(name, deadline)
+    # Loaders of vLLM skip rotary tables: they compute them themselves.
+    harmless_name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+    def __init__(
+        self,
+        url: str,
+        options: HttpOptions,
+        *,
+        packed: bool = True,
+        unique_id: UniqueId | None = None,
+        open_channel: OpenChannel | None = None,
+        client: VLLMClient | None = None,
+    ) -> None:
+        super().__init__(url, options, client)
+        self._packed, self._unique_id = packed, unique_id
+        self._open_channel = open_channel
+        self._capabilities: VLLMCapabilities | None = None
+        self._facts = VLLMFacts()
+        self._bracket = Bracket(self._client)
+        self._group_name = ""
+
+    def inspect(self, deadline: Deadline) -> None:
+        """Learns release, routes and configuration; the only place where they are asked for.
+
+        Raises:
+            ConfigurationError: No vLLM server, or one that cannot take full updates.
+        """
+        info = spawn(self._client.server_info, deadline)
+        release = self._meet(deadline)
+        routes = {route: self._client.has(route, deadline) for route in PROBED_ROUTES}
+        self._capabilities = read_capabilities(release, routes, url=self.url)
+        self._facts = read_facts(info.result(), self._client.models(deadline))
+        extended = bool(self._facts.extension) and self._capabilities.calls_workers
+        self._bracket = Bracket(self._client, extended=extended)
+        self._group_name = ""
+
+    @property
+    def capabilities(self) -> VLLMCapabilities:
+        """What :meth:`inspect` found."""
+        if self._capabilities is None:
+            raise ConfigurationError("the engine was not inspected yet", engine=self.url)
+        return self._capabilities
+
+    @property
+    def intake(self) -> Intake:
+        """How the server takes weights, as :meth:`inspect` found it."""
+        return self._facts.intake
+
+    def objection(self, mode: PauseMode) -> str | None:
+        """None: every pause mode stops a server whose release has them."""
+        return None
+
+    def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
+        """Compares names with those in the folder of the server's model, where it can be read."""
+        return self._facts.check_names(names)
+
+    def join(
+        self,
+        *,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        deadline: Deadline,
+    ) -> None:
+        """Has the server's workers join a group; returns when they have.
+
+        Raises:
+            ConfigurationError: The server, or its release, has no such group.
+        """
+        self._check_backend(backend)
+        ranks = {"rank_offset": rank_offset, "world_size": world_size}
+        if backend == "nccl":
+            place = self._nccl_place(group_name, deadline)
+        else:
+            place = {"master_address": address, "master_port": port, "group_name": group_name}
+            place["packed"] = self._packed
+        self._drop_group(deadline)
+        self._group_name = group_name
+        self._client.init_transfer({**ranks, **place}, deadline)
+
+    def leave(self, group_name: str, deadline: Deadline) -> None:
+        """Has the workers drop a group, if it is theirs; older releases drop it for the next."""
+        if group_name == self._group_name and self.capabilities.leaves:
+            self._client.leave_transfer(deadline)
+
+    def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:
+        """Pauses generation.
+
+        Args:
+            mode: What becomes of requests in flight.
+            deadline: Bound of the call.
+            again: It may be paused already; then somebody's update may have failed there.
+        """
+        self._bracket.suspect = self._bracket.suspect or again
+        self._client.pause(PAUSE_MODES[mode], deadline, clear_cache=mode == "retract")
+
+    def resume(self, deadline: Deadline) -> None:
+        """Continues generation.
+
+        Raises:
+            EngineRejected: Its layers wait for weights; generating would end it.
+        """
+        if self._bracket.open:
+            raise EngineRejected(
+                "it is not resumed, since its layers wait for weights",
+                engine=self.url,
+                phase="continue",
+                remedy="push a whole model; if that fails too, restart the server",
+            )
+        super().resume(deadline)
+
+    def can_flush(self, mode: PauseMode) -> bool:
+        """Whether prefixes and requests in flight may be computed anew under a pause mode."""
+        return mode != "in_place"
+
+    def flushes_with_update(self, mode: PauseMode) -> bool:
+        """No: the cache is emptied by a call."""
+        return False
+
+    def flush(self, deadline: Deadline) -> None:
+        """Empties the prefix cache, and that of a vision tower.
+
+        Raises:
+            UpdateTimeout: The cache was still not emptied at the deadline.
+        """
+        super().flush(deadline)
+        if self.capabilities.encoder_cache:
+            self._client.reset_encoder_cache(deadline)
+
+    def stamp(self, label: str, deadline: Deadline) -> None:
+        """Writes the version label, where the release has one."""
+        if self.capabilities.labels:
+            super().stamp(label, deadline)
+
+    def session(self, way: Way) -> VLLMSession | VLLMSharedSession:
+        """A session for one update, whose bytes come by a way."""
+        if way == "ipc" and self._open_channel is not None:
+            return VLLMSharedSession(self._client, self._bracket, self._open_channel, self.ranks)
+        native = self._facts.backend != _BACKENDS["gloo"]
+        packing = self.capabilities.update_info(packed=self._packed) if native else {}
+        return VLLMSession(self._client, self._bracket, packing)
+
+    def _check_backend(self, backend: str) -> None:
+        """A server has one backend, from its start."""
+        wanted, has = _BACKENDS[backend], self._facts.backend
+        if has is None or has == wanted:
+            return
+        config = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"
+        extended = f" and --worker-extension-cls {_EXTENSION}" if backend == "gloo" else ""
+        raise ConfigurationError(
+            f"the trainer sends by {backend}, and the server was started "
+            f"{f'with the backend {has!r}' if has else 'without weight transfer'}",
+            engine=self.url,
+            phase="connect",
+            remedy=f"start it with {config}{extended}",
+        )
+
+    def _nccl_place(self, group_name: str, deadline: Deadline) -> dict[str, Any]:
+        if not self.capabilities.unique_id or self._unique_id is None:
+            raise ConfigurationError(
+                f"vLLM {self.capabilities.release} joins no NCCL group by the group's id",
+                engine=self.url,
+                phase="connect",
+                remedy="serve with vLLM 0.32.0 or later",
+            )
+        found = base64.b64encode(self._unique_id(group_name, deadline)).decode()
+        return {"nccl_unique_id_b64": found, **self.capabilities.init_info(packed=self._packed)}
+
+    def _drop_group(self, deadline: Deadline) -> None:
+        """Drops the group before, of whatever trainer: its update may have died in it."""
+        if not self.capabilities.leaves:
+            return
+        try:
+            self._client.leave_transfer(deadline)
+        except EngineRejected:
+            return  # an update is open; the new group takes the old one's place all the same

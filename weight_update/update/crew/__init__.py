@@ -16,11 +16,16 @@ of its own, and no time-out of the training group runs meanwhile.
 
 The ranks of the leader's host may also take part in its group, so that all their network cards
 carry bytes: ``relays.py`` is the leader's side of that, ``relay.py`` the others'.
+
+Where engines open the trainer's memory, the ranks on their GPUs pack what they read instead of
+throwing it away: ``sharers.py`` is the leader's side of that, ``sharer.py`` the others'.
 """
 
 from weight_update.update.crew.crew import Crew
-from weight_update.update.crew.duty import Relaying
+from weight_update.update.crew.duty import Relaying, Sharing
 from weight_update.update.crew.relay import Relay
 from weight_update.update.crew.relays import Relays
+from weight_update.update.crew.sharer import Sharer
+from weight_update.update.crew.sharers import Sharers
 
-__all__ = ["Crew", "Relay", "Relaying", "Relays"]
+__all__ = ["Crew", "Relay", "Relaying", "Relays", "Sharer", "Sharers", "Sharing"]

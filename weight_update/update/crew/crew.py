@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from weight_update.errors import ConfigurationError
 from weight_update.report import UpdateReport
-from weight_update.update.crew.duty import Duty, Relaying
+from weight_update.update.crew.duty import Duty, Relaying, Sharing
 from weight_update.update.crew.follower import Follower
 from weight_update.update.crew.leader import Leader, Update
 from weight_update.update.crew.messages import Channel
@@ -29,6 +29,7 @@ class Crew:
         weights: What this rank extracted; the same on all.
         trouble: Why it could not.
         relaying: What it takes to be in the leader's group, if they are to be.
+        sharing: What it takes to pack too, where engines open memory.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Crew:
         weights: Sequence[Weight],
         trouble: Exception | None = None,
         relaying: Relaying | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         ordered = tuple(sorted(ranks))
-        self._duty = Duty(ordered, channel, weights, trouble, relaying=relaying)
+        duty = Duty(ordered, channel, weights, trouble, relaying=relaying, sharing=sharing)
+        self._duty = duty
         self._leader = Leader(self._duty)
 
     @classmethod
@@ -49,6 +52,7 @@ class Crew:
         weights: Sequence[Weight],
         open_channel: OpenChannel,
         relaying: Relaying | None = None,
+        sharing: Sharing | None = None,
     ) -> Crew | None:
         """The crew that reads ``weights``; None where this rank can read all by itself.
 
@@ -56,6 +60,7 @@ class Crew:
             weights: What this rank extracted.
             open_channel: Opens the channel, or returns None where there is but one rank.
             relaying: Has every rank take part, also of what nobody has to read together.
+            sharing: Has ranks pack that share a GPU with an engine.
 
         Raises:
             ConfigurationError: This rank holds no part of them.
@@ -66,7 +71,8 @@ class Crew:
             return None
         everybody = range(channel.ranks)
         readers = {rank for weight in together for rank in weight.ranks or everybody}
-        return cls._among(readers or set(everybody), channel, weights, relaying=relaying)
+        ranks = readers or set(everybody)
+        return cls._among(ranks, channel, weights, relaying=relaying, sharing=sharing)
 
     @classmethod
     def without_weights(
@@ -75,6 +81,7 @@ class Crew:
         trouble: Exception,
         open_channel: OpenChannel,
         relaying: Relaying | None = None,
+        sharing: Sharing | None = None,
     ) -> Crew | None:
         """The crew of a rank that could not extract what the others wait to read with it.
 
@@ -83,9 +90,12 @@ class Crew:
             trouble: What went wrong; all of them will raise it.
             open_channel: As in :meth:`of`.
             relaying: As in :meth:`of`.
+            sharing: Likewise.
         """
         channel = open_channel() if ranks else None
-        return None if channel is None else cls._among(set(ranks), channel, (), trouble, relaying)
+        if channel is None:
+            return None
+        return cls._among(set(ranks), channel, (), trouble, relaying, sharing)
 
     @classmethod
     def _among(
@@ -95,6 +105,7 @@ class Crew:
         weights: Sequence[Weight],
         trouble: Exception | None = None,
         relaying: Relaying | None = None,
+        sharing: Sharing | None = None,
     ) -> Crew | None:
         if channel.rank not in ranks:
             raise ConfigurationError(
@@ -103,7 +114,9 @@ class Crew:
                 phase="plan",
                 remedy="call update_weights() on those ranks only",
             )
-        return None if len(ranks) == 1 else cls(ranks, channel, weights, trouble, relaying)
+        if len(ranks) == 1:
+            return None
+        return cls(ranks, channel, weights, trouble, relaying, sharing)
 
     @property
     def leads(self) -> bool:

@@ -13,6 +13,8 @@ from weight_update.update.crew.messages import Channel, stuck
 from weight_update.update.crew.reads import Reads
 from weight_update.update.crew.relay import Relay
 from weight_update.update.crew.relays import Relays
+from weight_update.update.crew.sharer import Sharer
+from weight_update.update.crew.sharers import Sharers
 from weight_update.waiting import Deadline
 from weight_update.weights.shards.held import let_go
 from weight_update.weights.specs import Weight
@@ -50,6 +52,19 @@ class Relaying:
     relays: Relays
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What a rank needs that packs for engines on its own GPU, or has others do so.
+
+    Attributes:
+        sharer: Packs here what the rank that leads packs.
+        sharers: The others that do, where this rank leads.
+    """
+
+    sharer: Sharer
+    sharers: Sharers
+
+
 _stations: WeakKeyDictionary[Any, Station] = WeakKeyDictionary()
 
 
@@ -67,6 +82,7 @@ class Duty:
         entered: Whether the station is this update's.
         engines: What this rank would update, were it to lead.
         relaying: What it needs to take part in the group; None where the leader is alone in it.
+        sharing: What it needs to pack too; None where the leader alone packs.
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +94,7 @@ class Duty:
     entered: bool = False
     engines: tuple[str, ...] = ()
     relaying: Relaying | None = None
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         self.station = _stations.setdefault(self.channel, Station())

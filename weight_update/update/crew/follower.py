@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,8 @@ from weight_update.update.crew import messages
 from weight_update.update.crew.digests import digests
 from weight_update.update.crew.duty import LET_GO_SECONDS, Duty
 from weight_update.update.crew.reads import ReadingAlong
+from weight_update.update.crew.recipes import told
+from weight_update.update.crew.sharer import Sharer
 from weight_update.waiting import Deadline
 
 # The first bucket waits until all know of it.
@@ -36,6 +39,7 @@ class Follower:
         self._attempt = ""
         self._complained = False
         self._relay = None if duty.relaying is None else duty.relaying.relay
+        self._sharer = None if duty.sharing is None else duty.sharing.sharer
         group = "" if self._relay is None else self._relay.group
         self._relay_told: tuple[str, BaseException | None] = (group, None)
         self._kept, self._patience = "", LET_GO_SECONDS
@@ -62,13 +66,16 @@ class Follower:
         finally:
             if self._relay is not None:
                 self._relay.settle(self._kept, self._patience)
+            if self._sharer is not None and not self._reading.done:
+                self._sharer.let_go()
 
     def _report_for_duty(self) -> str:
         """Says that this rank is ready, or why it is not."""
         duty, token = self._duty, uuid.uuid4().hex
         trouble = None if duty.trouble is None else messages.plain(duty.trouble, "plan")
         ready = {"token": token, "digests": digests(duty.weights), "error": trouble}
-        ready |= {"engines": list(duty.engines), "relay": self._card()}
+        shares = None if self._sharer is None else {"place": self._channel.place}
+        ready |= {"engines": list(duty.engines), "relay": self._card(), "shares": shares}
         self._channel.post(messages.ready_key(duty.rank), ready)
         return token
 
@@ -103,6 +110,8 @@ class Follower:
         relay = self._relay
         if "read" in message:
             self._reading.then(message["read"])
+        elif "share" in message or "pack" in message:
+            self._share(message)
         elif relay is None:
             return
         elif "join" in message and self._duty.rank in message["join"]["ranks"]:
@@ -115,8 +124,32 @@ class Follower:
         elif message.get("drop") == relay.group:
             relay.drop()
 
+    def _share(self, message: Mapping[str, Any]) -> None:
+        """Plans or packs what the leader does, or only reads along, if others are to pack."""
+        sharer = self._sharer
+        if sharer is None or self._duty.rank not in message["ranks"]:
+            self._reading.then(message.get("reads", ()))
+        elif "share" in message:
+            weights = self._duty.reads.in_turn(self._duty.weights, _already_announced)
+            device = self._device("nccl" if message["on"] == "cuda" else "gloo")
+            self._reading.then_do(0, partial(sharer.begin, message["share"], weights, device))
+        else:
+            self._reading.then_do(len(message["reads"]), partial(self._pack, sharer, message))
+
+    def _pack(self, sharer: Sharer, message: Mapping[str, Any]) -> None:
+        """Packs a bucket, and says where; without room for it, the others are not left alone."""
+        reads = message["reads"]
+        try:
+            shared = sharer.pack(message["pack"], message["digest"])
+        except Exception:
+            if self._duty.reads.untouched(len(reads)):
+                self._reading.read(reads)
+            raise
+        key = messages.shared_key(self._attempt, self._duty.rank, message["number"])
+        self._channel.post(key, told(shared))
+
     def _device(self, backend: str) -> torch.device | None:
-        """Where broadcasts are taken to; the model's GPU is this rank's, if it is on one."""
+        """Where its bytes are; the model's GPU is this rank's, if it is on one."""
         if backend != "nccl":
             return torch.device("cpu")
         found = (w.device for w in self._duty.weights if w.device.type == "cuda")
@@ -159,8 +192,8 @@ class Follower:
 
     def _seen(self, key: str, deadline: Deadline) -> dict[str, Any] | None:
         """The message under a key as soon as it is there; None at the deadline."""
-        relays = self._relay is not None
-        for pause in messages.pauses(_RELAY_POLL_SECONDS if relays else messages.LAST_POLL_SECONDS):
+        busy = self._relay is not None or self._sharer is not None
+        for pause in messages.pauses(_RELAY_POLL_SECONDS if busy else messages.LAST_POLL_SECONDS):
             message = self._channel.peek(key)
             if message is not None or deadline.expired():
                 return message
@@ -191,3 +224,7 @@ class Follower:
     def _complain(self, error: BaseException) -> None:
         fault = {"rank": self._duty.rank, "error": messages.plain(error, "transfer")}
         self._channel.post(messages.fault_key(self._attempt), fault)
+
+
+def _already_announced(_: Sequence[int]) -> None:
+    """The leader said what is read, and this rank reads just that."""

@@ -6,8 +6,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from weight_update.errors import (
@@ -22,7 +20,7 @@ from weight_update.update.crew.digests import differs_from
 from weight_update.update.crew.duty import LET_GO_SECONDS, Duty
 from weight_update.update.crew.messages import Neighbour
 from weight_update.waiting import Deadline
-from weight_update.weights.specs import Turn, Weight
+from weight_update.weights.specs import Weight
 
 Update = Callable[[], UpdateReport]
 
@@ -39,6 +37,7 @@ class Leader:
         self._channel = duty.channel
         self._others = duty.ranks[1:]
         self._relays = None if duty.relaying is None else duty.relaying.relays
+        self._sharers = None if duty.sharing is None else duty.sharing.sharers
         self._attempt = uuid.uuid4().hex
         self._said = 0
         self._saying = threading.Lock()
@@ -60,6 +59,8 @@ class Leader:
             self._over = True
             if self._relays is not None:
                 self._relays.leave()
+            if self._sharers is not None:
+                self._sharers.leave()
 
     def lead(self) -> tuple[Weight, ...]:
         """Waits until every rank is ready, and returns the weights, which then are read together.
@@ -78,13 +79,21 @@ class Leader:
         for rank, message in sorted(ready.items()):
             self._inspect(rank, message)
         self._meet_relays(ready)
+        if self._sharers is not None:
+            self._sharers.enter(self, {rank: told["shares"] for rank, told in ready.items()})
         duty.await_earlier_reads()
-        return tuple(self._in_turn(index, weight) for index, weight in enumerate(duty.weights))
+        return duty.reads.in_turn(duty.weights, self._announce)
 
     def check(self) -> None:
         """Raises the error of another rank whose read failed, or that left the group."""
         if self._relays is not None:
             self._relays.check()
+        if self._sharers is not None:
+            self._sharers.check()
+        self.raise_fault()
+
+    def raise_fault(self) -> None:
+        """Raises the error that another rank told of."""
         fault = self._channel.peek(messages.fault_key(self._attempt))
         if fault is not None:
             raise messages.error_of_rank(fault["rank"], fault["error"])
@@ -103,6 +112,14 @@ class Leader:
     def relay_says(self, rank: int) -> dict[str, Any] | None:
         """How a rank says that it fares in the group."""
         return self._channel.peek(messages.relay_key(self._attempt, rank))
+
+    def shared_by(self, rank: int, number: int) -> dict[str, Any] | None:
+        """Where a rank says that it packed something; None if it has not yet."""
+        key = messages.shared_key(self._attempt, rank, number)
+        message = self._channel.peek(key)
+        if message is not None:
+            self._channel.remove(key)
+        return message
 
     def say(self, message: Mapping[str, Any]) -> None:
         """Tells all others, one message after the other, from whatever thread."""
@@ -202,20 +219,14 @@ class Leader:
                 remedy="pass the same model on every rank, wrapped alike",
             )
 
-    def _in_turn(self, index: int, weight: Weight) -> Weight:
-        """A weight that is read by announcement, and whole: the others do not know which rows."""
-        if not weight.collective:
-            return weight
-        read, turn = partial(self._duty.reads.read, weight), Turn(index, self._announce)
-        return replace(weight, read=read, rows=None, into=None, turn=turn)
-
     def _announce(self, indices: Sequence[int]) -> None:
         if self._over:
             raise WeightUpdateError("the update that this bucket belongs to is over")
         if not self._duty.reads.idle(self._duty.deadline.remaining()):
             raise messages.stuck(self._duty.rank)
         self._duty.reads.expect(len(indices))
-        self.say({"read": list(indices)})
+        if self._sharers is None or not self._sharers.packing:
+            self.say({"read": list(indices)})
 
     def _sweep(self) -> None:
         """Removes what was said before: every rank that is ready has heard it."""

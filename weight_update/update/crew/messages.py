@@ -7,10 +7,12 @@ key                        from       message
                                       it runs, and the group it is in, if it may join one
 ``answer/{token}``         the leader where it will speak, and for how long
 ``{attempt}/{number}``     the leader what is read next; which group to join, what is broadcast
-                                      in it next, or that it is over; at last the report, or the
-                                      error, and the group that may be used again
+                                      in it next, or that it is over; how to plan, and what is
+                                      packed next; at last the report, or the error, and the
+                                      group that may be used again
 ``{attempt}/fault``        a follower the error of a read that failed
 ``{attempt}/relay/{rank}`` a follower the group that it joined, or its error there
+``{attempt}/shared/...``   a follower where a bucket lies that it packed
 ``{attempt}/heard/{rank}`` a follower that it knows how it ended
 ========================== ========== ===================================================
 """
@@ -90,6 +92,11 @@ def relay_key(attempt: str, rank: int) -> str:
     return f"{attempt}/relay/{rank}"
 
 
+def shared_key(attempt: str, rank: int, number: int) -> str:
+    """Where a follower says where its memory holds a bucket."""
+    return f"{attempt}/shared/{rank}/{number}"
+
+
 def heard_key(attempt: str, rank: int) -> str:
     """Where a follower says that it heard the end."""
     return f"{attempt}/heard/{rank}"
@@ -113,6 +120,14 @@ def plain(error: BaseException, phase: Phase) -> dict[str, Any]:
 def error_of_rank(rank: int, told: Mapping[str, Any]) -> WeightUpdateError:
     """The error that a rank told of."""
     return error_from_dict({**told, "message": f"rank {rank}: {told['message']}"})
+
+
+def has_ended(rank: int) -> WeightUpdateError:
+    """A rank that took part is gone."""
+    return WeightUpdateError(
+        f"rank {rank} of the trainer has ended",
+        remedy="restart the trainer; a sender of a single rank heals the engines",
+    )
 
 
 def absent(ranks: Iterable[int], deadline: Deadline) -> UpdateTimeout:

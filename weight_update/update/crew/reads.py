@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch
 from weight_update.errors import WeightUpdateError
 from weight_update.update.reader import callers_stream
 from weight_update.waiting import spawn
-from weight_update.weights.specs import Weight
+from weight_update.weights.specs import Turn, Weight
 
 
 class Reads:
@@ -50,6 +52,28 @@ class Reads:
             self._changed.notify_all()
         return value
 
+    def untouched(self, number: int) -> bool:
+        """Whether so many were announced, and none of them is read yet."""
+        return self._left == number
+
+    def in_turn(
+        self, weights: Sequence[Weight], announce: Callable[[Sequence[int]], None]
+    ) -> tuple[Weight, ...]:
+        """The weights, read as announced, and whole: the others do not know which rows.
+
+        Args:
+            weights: What this rank extracted.
+            announce: Tells of those that are read next.
+        """
+
+        def placed(index: int, weight: Weight) -> Weight:
+            if not weight.collective:
+                return weight
+            read, turn = partial(self.read, weight), Turn(index, announce)
+            return replace(weight, read=read, rows=None, into=None, turn=turn)
+
+        return tuple(placed(index, weight) for index, weight in enumerate(weights))
+
     def give_up(self) -> None:
         """Nothing that was announced is read any more: after a failure no order can be kept."""
         with self._changed:
@@ -70,28 +94,41 @@ class ReadingAlong:
         self._reads = reads
         self._last: Future[None] | None = None
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing is under way."""
+        return self._last is None or self._last.done()
+
     def then(self, indices: Sequence[int]) -> None:
         """Reads some more, after what is being read."""
-        self._reads.expect(len(indices))
-        self._last = spawn(self._read_all, self._last, indices, callers_stream())
+        self.then_do(len(indices), partial(self.read, indices))
+
+    def then_do(self, number: int, work: Callable[[], None]) -> None:
+        """Does something, after what is being read, that reads so many more."""
+        self._reads.expect(number)
+        self._last = spawn(self._do, self._last, work, callers_stream())
+
+    def read(self, indices: Sequence[int]) -> None:
+        """Reads some, now."""
+        for index in indices:
+            self._reads.read(self._weights[index])
 
     def error(self) -> BaseException | None:
         """Why the last read failed; None if it did not, so far."""
         last = self._last
         return last.exception() if last is not None and last.done() else None
 
-    def _read_all(
+    def _do(
         self,
         before: Future[None] | None,
-        indices: Sequence[int],
+        work: Callable[[], None],
         stream: AbstractContextManager[object],
     ) -> None:
         try:
             if before is not None:
                 before.result()
             with torch.no_grad(), stream:
-                for index in indices:
-                    self._reads.read(self._weights[index])
+                work()
                 _await_stream()
         except BaseException:
             self._reads.give_up()

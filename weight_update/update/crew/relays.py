@@ -20,7 +20,7 @@ import torch
 
 from weight_update.errors import EngineUnreachable, UpdateTimeout, WeightUpdateError
 from weight_update.options import UpdateOptions
-from weight_update.update.crew.messages import Neighbour, error_of_rank, pauses
+from weight_update.update.crew.messages import Neighbour, error_of_rank, has_ended, pauses
 from weight_update.update.protocols import Group, Packer
 from weight_update.update.ways import Ends
 from weight_update.waiting import Deadline, spawn
@@ -135,10 +135,7 @@ class Relays:
         """Raises if one of them has ended, or failed and not only since the group broke."""
         for rank, neighbour in self._neighbours.items() if self._line is not None else ():
             if neighbour.ended():
-                raise WeightUpdateError(
-                    f"rank {rank} of the trainer has ended",
-                    remedy="restart the trainer; a sender of a single rank heals the engines",
-                )
+                raise has_ended(rank)
             error = self._fares(rank).get("error")
             if error is not None and self._is_own(rank, error):
                 raise error_of_rank(rank, error)

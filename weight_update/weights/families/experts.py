@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from weight_update.weights.families.layouts import Stack
-from weight_update.weights.specs import TensorSpec, Weight
+from weight_update.weights.specs import Slice, TensorSpec, Weight
 
 Read = Callable[[], torch.Tensor]
 
@@ -51,12 +52,16 @@ def split(weight: Weight, stack: Stack, shelf: Shelf | None) -> Iterator[Weight]
         shelf: Keeps values between their parts; None where a value costs nothing.
     """
     experts, rows, columns = weight.spec.shape
-    share = rows // len(stack.parts)
+    share, lies = rows // len(stack.parts), weight.at_hand
     for expert in range(experts):
         for part, read in enumerate(_readers(weight, expert, len(stack.parts), shelf)):
-            name = stack.part(weight.spec.name, expert, stack.parts[part])
+            name, first = stack.part(weight.spec.name, expert, stack.parts[part]), part * share
             spec = TensorSpec(name, weight.spec.dtype, (share, columns))
-            yield weight.derived(spec, partial(_rows_of, read, part * share, share))
+            cut = weight.derived(spec, partial(_rows_of, read, first, share))
+            if lies:
+                place = Slice(weight, (expert * rows + first) * columns, cut.read)
+                cut = replace(cut, slice=place)
+            yield cut
 
 
 def _rows_of(read: Read, first: int, count: int) -> torch.Tensor:

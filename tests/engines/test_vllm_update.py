@@ -1,0 +1,349 @@
+"""Whole models reach a real vLLM through its own weight transfer, and it serves them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weight_update.errors import (
+    ConfigurationError,
+    EngineRejected,
+    WeightMismatchError,
+    WeightUpdateError,
+)
+from weight_update.report import EngineState
+from weight_update.waiting import spawn
+from weight_update.weights.stream import Stream
+
+from .conftest import require
+from .engine_server import REPOSITORY
+from .long_request import LongRequest, wait_until
+from .models import SEED_A
+from .vllm_pushes import (
+    BUCKET_BYTES,
+    PROMPT,
+    delivery_to,
+    is_of_both,
+    push,
+    serves,
+    with_weight,
+)
+from .vllm_server import (
+    ENGINE,
+    LongVLLMRequest,
+    VLLMServer,
+    save_vllm_model,
+    vllm_llama,
+)
+
+SEED_B, SEED_C = 21, 22
+FIRST_TOKENS = 10
+# Over several of the blocks that vLLM keeps prefixes in.
+LONG_PROMPT = [(7 * place) % 250 + 3 for place in range(600)]
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "packed in several buckets": {"bucket_bytes": BUCKET_BYTES},
+    "one broadcast a tensor": {"load_format": "tensors"},
+    "one a tensor in several buckets": {"load_format": "tensors", "bucket_bytes": BUCKET_BYTES},
+}
+
+
+@pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+def test_the_output_equals_transformers_before_and_after(
+    vllm: VLLMServer, options: dict[str, Any]
+) -> None:
+    assert serves(vllm, SEED_A)
+    with delivery_to(vllm, **options) as delivery:
+        for seed in (SEED_B, SEED_C):
+            report = push(delivery, vllm_llama(seed))
+
+            assert serves(vllm, seed)
+            assert report.buckets > 1 or "bucket_bytes" not in options
+
+
+def test_the_label_follows_and_nothing_is_claimed_to_be_proved(vllm: VLLMServer) -> None:
+    with delivery_to(vllm) as delivery:
+        for version in (1, 2):
+            report = push(delivery, vllm_llama(SEED_B))
+
+            assert (report.version, vllm.label()) == (version, str(version))
+            assert report.verification == "unverified"
+
+
+def test_a_complete_module_alone_is_replaced_and_the_others_stay(vllm: VLLMServer) -> None:
+    head = vllm_llama(SEED_B).state_dict()["lm_head.weight"]
+    expected = vllm_llama(SEED_A)
+    with torch.no_grad():
+        expected.lm_head.weight.copy_(head)
+    with delivery_to(vllm) as delivery:
+        push(delivery, {"lm_head.weight": head})
+
+    from .models import greedy
+
+    assert vllm.generate(PROMPT, 24) == greedy(expected, PROMPT, 24)
+
+
+# ---- what is refused before anything is paused
+
+QKV = "model.layers.0.self_attn.q_proj.weight"
+REFUSED: dict[str, tuple[Any, type[WeightUpdateError], str]] = {
+    "a part of a fused module": (
+        lambda: {QKV: vllm_llama(SEED_B).state_dict()[QKV]},
+        ConfigurationError,
+        "incomplete",
+    ),
+    "an unknown name": (
+        lambda: with_weight(SEED_B, "model.nonsense.weight", torch.zeros(4)),
+        WeightMismatchError,
+        "model.nonsense.weight",
+    ),
+    "another shape": (
+        lambda: with_weight(SEED_B, "model.layers.1.mlp.up_proj.weight", torch.zeros(5, 128)),
+        WeightMismatchError,
+        "up_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize(("weights", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_it_is_refused_and_the_server_serves_on(
+    vllm: VLLMServer, weights: Any, error: type[WeightUpdateError], words: str
+) -> None:
+    with delivery_to(vllm) as delivery:
+        with pytest.raises(error, match=words) as caught:
+            push(delivery, weights())
+
+        assert caught.value.report is not None
+        assert caught.value.report.engines[vllm.url].state is EngineState.OLD
+    assert not vllm.is_paused()
+    assert serves(vllm, SEED_A)
+
+
+# ---- what the server itself refuses, in the middle of an update
+
+WRONG = {
+    "an unknown layer": ("model.layers.9.self_attn.o_proj.weight", torch.zeros(4, 4)),
+    "an unknown name": ("model.nonsense.weight", torch.zeros(4, 4)),
+    "a wrong shape": ("model.layers.1.self_attn.o_proj.weight", torch.zeros(5, 128)),
+    "a wrong shape of a fused part": ("model.layers.1.mlp.up_proj.weight", torch.zeros(5, 128)),
+    "a wrong shape of the last part": (
+        "model.layers.1.self_attn.v_proj.weight",
+        torch.zeros(5, 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", "tensors"])
+@pytest.mark.parametrize(("name", "value"), WRONG.values(), ids=WRONG)
+def test_a_failed_update_holds_the_server_until_the_next_whole_push(
+    vllm: VLLMServer, name: str, value: torch.Tensor, load_format: str
+) -> None:
+    with delivery_to(vllm, verify="off", load_format=load_format) as delivery:
+        with pytest.raises(EngineRejected, match="Worker failed with error") as caught:
+            push(delivery, with_weight(SEED_B, name, value), whole=True)
+
+        assert caught.value.report is not None
+        outcome = caught.value.report.engines[vllm.url]
+        assert (outcome.state, outcome.paused) == (EngineState.MIXED, True)
+        assert vllm.is_paused()
+        assert vllm.label() == "default"
+        push(delivery, vllm_llama(SEED_C))
+
+    assert not vllm.is_paused()
+    assert serves(vllm, SEED_C)
+
+
+def test_a_source_that_breaks_off_leaves_a_server_that_the_next_push_heals(
+    vllm: VLLMServer,
+) -> None:
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(vllm_llama(SEED_B).state_dict().items())[:12]
+        raise RuntimeError("the trainer lost a weight")
+
+    with delivery_to(vllm, bucket_bytes=BUCKET_BYTES, verify="off") as delivery:
+        with pytest.raises(WeightUpdateError, match="lost a weight") as caught:
+            push(delivery, Stream(breaks_off(), whole=True))
+
+        assert caught.value.report is not None
+        assert caught.value.report.engines[vllm.url].state is EngineState.MIXED
+        push(delivery, vllm_llama(SEED_C))
+    assert serves(vllm, SEED_C)
+
+
+@pytest.mark.parametrize("moment", ["paused", "between buckets", "in a broadcast"])
+def test_another_trainer_heals_what_a_killed_one_left(vllm: VLLMServer, moment: str) -> None:
+    with killed_trainer(vllm, moment):
+        wait_until(vllm.is_paused)
+    with delivery_to(vllm) as delivery:
+        with pytest.raises(ConfigurationError, match="paused"):
+            push(delivery, {"lm_head.weight": vllm_llama(SEED_B).state_dict()["lm_head.weight"]})
+        push(delivery, vllm_llama(SEED_C))
+
+    assert not vllm.is_paused()
+    assert serves(vllm, SEED_C)
+
+
+@contextmanager
+def killed_trainer(server: VLLMServer, moment: str) -> Iterator[None]:
+    """A trainer in a process of its own, killed at a moment of its update."""
+    command = [sys.executable, "-m", "tests.engines.test_vllm_update", server.url, moment]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert spawn(process.stdout.readline).result(120) == f"{moment}\n"
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    yield
+
+
+# ---- requests in flight
+
+PAUSES = {"abort": "abort", "retract": None, "in_place": None}
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_frozen_request_goes_on_after_the_update(vllm: VLLMServer, mode: str) -> None:
+    request = in_flight(vllm)
+    with delivery_to(vllm, pause_mode=mode) as delivery:
+        report = push(delivery, vllm_llama(SEED_B))
+    request.wait_for(FIRST_TOKENS)
+    answer = request.cut()
+
+    assert answer["finish_reason"] == "abort"  # by the test
+    tokens = request.tokens
+    anew = is_of_both(PROMPT, tokens, SEED_A, SEED_B, at_least=FIRST_TOKENS)
+    assert anew == (mode == "retract")  # else it goes on from what the old weights computed
+    assert any("prefixes cached" in text for text in report.warnings) == (mode == "in_place")
+
+
+def test_abort_ends_requests_in_flight_with_what_they_have(vllm: VLLMServer) -> None:
+    request = in_flight(vllm)
+    with delivery_to(vllm, pause_mode="abort") as delivery:
+        push(delivery, vllm_llama(SEED_B))
+
+    answer = request.end()
+    assert answer["finish_reason"] == "abort"
+    assert len(request.tokens) >= FIRST_TOKENS
+    assert serves(vllm, SEED_B)
+
+
+def in_flight(server: VLLMServer) -> LongRequest:
+    request = LongVLLMRequest(server.url, PROMPT)
+    request.wait_for(FIRST_TOKENS)
+    return request
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_no_prefix_of_older_weights_is_served(vllm: VLLMServer, mode: str) -> None:
+    with delivery_to(vllm, pause_mode=mode) as delivery:
+        assert serves(vllm, SEED_A, LONG_PROMPT)
+
+        push(delivery, vllm_llama(SEED_B))
+
+        assert serves(vllm, SEED_B, LONG_PROMPT)
+
+
+def test_a_prefix_that_was_kept_on_purpose_is_served_and_warned_of(vllm: VLLMServer) -> None:
+    """It shows that the test above can fail."""
+    with delivery_to(vllm, pause_mode="abort", flush_cache_on_update=False) as delivery:
+        assert serves(vllm, SEED_A, LONG_PROMPT)
+
+        report = push(delivery, vllm_llama(SEED_B))
+
+    assert any("not flushed, as configured" in text for text in report.warnings)
+    assert not serves(vllm, SEED_B, LONG_PROMPT)
+
+
+# ---- a server without what an update needs
+
+
+def test_a_trainer_that_sends_by_another_backend_is_told_how_to_start_the_server(
+    vllm: VLLMServer,
+) -> None:
+    from weight_update.engines.vllm.engine import VLLMEngine
+    from weight_update.options import HttpOptions
+    from weight_update.waiting import Deadline
+
+    deadline = Deadline(60)
+    engine = VLLMEngine(vllm.url, HttpOptions())
+    engine.inspect(deadline)
+    with pytest.raises(ConfigurationError, match="weight_update_gloo") as caught:
+        engine.join(
+            address="127.0.0.1",
+            port=1,
+            rank_offset=1,
+            world_size=2,
+            group_name="g",
+            backend="nccl",
+            deadline=deadline,
+        )
+    assert '--weight-transfer-config \'{"backend": "nccl"}\'' in caught.value.remedy
+
+
+# ---- two workers, in a server of their own
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    require(ENGINE)
+    home = tmp_path_factory.mktemp("vllm-tp2")
+    model = save_vllm_model(home / "model")
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    tp = ("--tensor-parallel-size", "2")
+    with VLLMServer(model, home / "server.log", tp, variables=variables) as server:
+        yield server
+
+
+def test_two_workers_take_their_parts_and_fail_and_heal_together(two_workers: VLLMServer) -> None:
+    assert serves(two_workers, SEED_A)
+    with delivery_to(two_workers, bucket_bytes=BUCKET_BYTES, verify="off") as delivery:
+        push(delivery, vllm_llama(SEED_B))
+        assert serves(two_workers, SEED_B)
+
+        name, value = WRONG["a wrong shape of a fused part"]
+        with pytest.raises(EngineRejected):
+            push(delivery, with_weight(SEED_B, name, value), whole=True)
+        assert two_workers.is_paused()
+
+        push(delivery, vllm_llama(SEED_C))
+    assert serves(two_workers, SEED_C)
+
+
+# ---- the trainer that is killed, in its own process
+
+
+def main(url: str, moment: str) -> None:
+    """Update a server with model B, and stand still at a moment of it."""
+    from weight_update.transports.process_group import UpdateGroup
+
+    def stand_still() -> None:
+        print(moment, flush=True)
+        time.sleep(300)
+
+    def watch(now: Any) -> None:
+        if moment == "paused" and now.phase == "begin":
+            stand_still()
+        if moment == "between buckets" and now.bucket == 2:
+            stand_still()
+
+    if moment == "in a broadcast":
+        UpdateGroup.broadcast = lambda *_: stand_still()  # type: ignore[method-assign]
+    server = VLLMServer(Path(), Path())
+    server.url = url
+    with delivery_to(server, bucket_bytes=BUCKET_BYTES) as delivery:
+        push(delivery, vllm_llama(SEED_B), progress=watch)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

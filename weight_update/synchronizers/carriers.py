@@ -1,0 +1,180 @@
+"""Who brings the weights: a delivery that reads them here, or two sides that hand them over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from weight_update.delivery.delivery import Delivery
+from weight_update.errors import ConfigurationError
+from weight_update.report import UpdateReport
+from weight_update.synchronizers.buffer_size import explicit_bytes, share_of
+from weight_update.synchronizers.exchange import Exchange, Refit
+from weight_update.synchronizers.hand_over import hand_over
+from weight_update.synchronizers.membership import present_shards
+from weight_update.synchronizers.protocols import Served, Source
+from weight_update.synchronizers.resolve import asked
+
+Free = Callable[[], int]
+Scales = Mapping[str, float]
+
+
+class Carrier(Protocol):
+    """Brings a policy's weights to a generation.
+
+    Attributes:
+        delivery: Runs the updates.
+    """
+
+    delivery: Delivery
+
+    def announce(self) -> None:
+        """Tells the generation what will come."""
+
+    def connect(self) -> None:
+        """Makes the group; one that exists is given up."""
+
+    def check(self) -> None:
+        """Raises what speaks against a refit; called before any phase starts."""
+
+    def recover(self) -> None:
+        """Has the generation replace what died, if it does such."""
+
+    def choose(self, absent_shards: Iterable[int], *, force: bool) -> bool:
+        """Says which engines the group is to span; whether it has to be made anew."""
+
+    def push(self, gigabytes: float | None, free: Free, scales: Scales | None) -> UpdateReport:
+        """Runs one update.
+
+        Args:
+            gigabytes: Size of a buffer; None takes a share of what is free.
+            free: Asks what the policy has free for a buffer.
+            scales: Scales of an fp8 KV cache.
+        """
+
+
+class Reading:
+    """Facades of ours: the policy's weights are read here, and a delivery brings them.
+
+    Args:
+        policy: The trainer.
+        generation: The engines.
+        colocated: Whether they share their devices.
+        timeout_s: Seconds for one update; None leaves it to the generation.
+    """
+
+    def __init__(
+        self, policy: Source, generation: Served, *, colocated: bool, timeout_s: float | None
+    ) -> None:
+        self._policy, self._generation = policy, generation
+        self.delivery = generation.delivery(colocated=colocated, timeout_s=timeout_s, policy=policy)
+        self._urls = tuple(generation.urls)
+        self._due = False
+
+    def announce(self) -> None:
+        """Tells the generation what will come."""
+        self._generation.prepare_refit_info(self._policy.prepare_refit_info())
+
+    def connect(self) -> None:
+        """Makes the group of all engines that take part."""
+        self.delivery.connect()
+        self._due = False
+
+    def check(self) -> None:
+        """Nothing: the update objects before it pauses anything."""
+
+    def recover(self) -> None:
+        """Nothing: the update takes restarted engines back by itself."""
+
+    def choose(self, absent_shards: Iterable[int], *, force: bool) -> bool:
+        """Takes engines out that are absent, and those back that are not any more."""
+        urls = self._urls
+        wanted = [urls[shard] for shard in present_shards(absent_shards, len(urls))]
+        known = set(self.delivery.engines)
+        for url in (url for url in wanted if url not in known):
+            self.delivery.add_engine(url)
+        for url in known - set(wanted):
+            self.delivery.remove_engine(url)
+        self._due |= force or known != set(wanted)
+        return self._due
+
+    def push(self, gigabytes: float | None, free: Free, scales: Scales | None) -> UpdateReport:
+        """Runs one update; a share of what is free only limits the buckets that are chosen."""
+        return self.delivery.update(
+            self._policy.source,
+            whole=True,
+            bucket_bytes=None if gigabytes is None else explicit_bytes(gigabytes),
+            bucket_limit=share_of(free()) if gigabytes is None else None,
+            extra={name: torch.tensor([scale]) for name, scale in (scales or {}).items()},
+        )
+
+
+class HandingOver:
+    """NeMo-RL's own objects, which send and receive by themselves.
+
+    Args:
+        exchange: What they do.
+
+    Raises:
+        ConfigurationError: They cannot do it.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        _refuse_misfits(exchange)
+        self._exchange = exchange
+        self.delivery = hand_over(exchange)
+
+    def announce(self) -> None:
+        """Tells the generation what will come."""
+        self._exchange.announce()
+
+    def connect(self) -> None:
+        """Has both sides connect."""
+        self.delivery.connect()
+
+    def check(self) -> None:
+        """Raises what speaks against a refit."""
+        self._exchange.check()
+
+    def recover(self) -> None:
+        """Has the generation replace what died."""
+        asked("recover_updatable_engines()", self._exchange.recover)
+
+    def choose(self, absent_shards: Iterable[int], *, force: bool) -> bool:
+        """Says which engines the group is to span."""
+        return self._exchange.choose(absent_shards, force=force)
+
+    def push(self, gigabytes: float | None, free: Free, scales: Scales | None) -> UpdateReport:
+        """Runs one refit."""
+        size = 0
+        if self._exchange.takes_buffer:
+            size = share_of(free()) if gigabytes is None else explicit_bytes(gigabytes)
+        return self.delivery.update(lambda: Refit(size, scales), whole=True)
+
+
+def are_ours(policy: Any, generation: Any) -> bool:
+    """Whether the policy's weights can be read here, and brought to the generation.
+
+    A class tells, and not an object: a mock has whatever it is asked for.
+    """
+    return _has(policy, "source") and _has(generation, "delivery")
+
+
+def _has(side: Any, method: str) -> bool:
+    return callable(getattr(type(side), method, None))
+
+
+def _refuse_misfits(exchange: Exchange) -> None:
+    for side, method in (
+        (exchange.policy, exchange.sends),
+        (exchange.generation, exchange.receives),
+    ):
+        if method and not callable(getattr(side, method, None)):
+            raise ConfigurationError(
+                f"{type(exchange.policy).__name__} and {type(exchange.generation).__name__} do "
+                f"not fit together: a {type(side).__name__} has no {method}()",
+                remedy="use TorchPolicy(model) with SGLangGeneration or VLLMGeneration, or "
+                "NeMo-RL's policy with its own generation",
+            )

@@ -1,0 +1,1 @@
+"""The rows of the factory's table: a file an engine."""
