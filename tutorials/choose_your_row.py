@@ -45,6 +45,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from weight_update import EngineState, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.synchronizers import (
+    DynamoGeneration,
     SGLangGeneration,
     StaticCluster,
     TorchPolicy,
@@ -246,9 +247,14 @@ print(type(together).__name__)
 # .. image:: ../docs/topologies/dynamo.svg
 #    :alt: As for vLLM; requests go to each worker's own address, past Dynamo's frontend.
 #
-# A Dynamo worker offers vLLM's weight transfer on a system port of its own. A ``DynamoGeneration``
-# takes these addresses; everything else is as in vLLM's first row.
-#
+# A Dynamo worker offers vLLM's weight transfer on a system port of its own. Its frontend, which
+# takes the requests, knows nothing of an update. A worker does not say how many ranks it has.
+
+dynamo = DynamoGeneration("http://worker.test:8081", engine_world_size=2)
+workers = create_weight_synchronizer(policy, dynamo, "dynamo", colocated=False, **clusters)
+print(type(workers).__name__)
+
+######################################################################
 # What is refused, and when
 # -------------------------
 #

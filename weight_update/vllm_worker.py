@@ -173,8 +173,8 @@ _LATE_SECONDS = 10.0
 # How long the last answer is offered to a trainer that does not take it.
 _LINGER_MILLISECONDS = 2000
 _WORDS = 500
-# An attribute of a worker: an update brought weights and was never completed.
-_UNFINISHED = "weight_update_unfinished"
+# An attribute of a worker: the layers that hold weights of updates that were not completed.
+_OWED = "weight_update_owed"
 
 Views = Iterable[tuple[str, torch.Tensor]]
 Message = Mapping[str, Any]
@@ -441,18 +441,16 @@ class LayerwiseReload:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._model: torch.nn.Module = worker.model_runner.get_model()
-        self._unfinished = getattr(worker, _UNFINISHED, False)
+        self._owed: set[str] = vars(worker).setdefault(_OWED, set())
 
     def begin(self) -> bool:
         """Opens an update; one that somebody left open is closed first."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if any(info.can_load() for info in self._layers()):
-            self.undo()
-            self._unfinished = True
+        left_open = self.put_back() > 0
         with self._configured():
             initialize_layerwise_reload(self._model)
-        return self._unfinished
+        return left_open or bool(self._owed)
 
     def load(self, weights: Views) -> None:
         """Loads some weights; layers that wait for more keep copies."""
@@ -463,28 +461,31 @@ class LayerwiseReload:
                 lent.add(weight.untyped_storage().data_ptr())
                 yield name, weight
 
-        setattr(self._worker, _UNFINISHED, True)
         with self._configured(), some_of_a_model():
             self._model.load_weights(noted())  # type: ignore[operator]
-        for info in self._layers():
+        for _, info in self._named():
             for _, call in info.loaded_weights:
                 keep(call.arguments, lent)
 
     def complete(self) -> None:
         """Closes the update."""
+        renewed = {name for name, info in self._named() if info.load_numel or not info.can_load()}
         self._finalize()
-        self._worker.model_runner.reset_lora_state()
-        setattr(self._worker, _UNFINISHED, False)
+        runner = self._worker.model_runner
+        if hasattr(runner, "reset_lora_state"):  # 0.27 has none
+            runner.reset_lora_state()
+        self._owed -= renewed
 
     def undo(self) -> bool:
         """Puts old weights back; returns whether some weights of the update stay."""
-        changed = self.put_back() < len(list(self._model.modules()))
-        setattr(self._worker, _UNFINISHED, changed or self._unfinished)
-        return changed
+        changed = {name for name, info in self._named() if not info.can_load()}
+        self._owed |= changed
+        self.put_back()
+        return bool(changed)
 
     def put_back(self) -> int:
         """Puts old weights back into every layer that is not whole yet; returns how many wait."""
-        waiting = [info for info in self._layers() if info.can_load()]
+        waiting = [info for _, info in self._named() if info.can_load()]
         for info in waiting:
             info.load_numel = 0  # what came for it would be taken for all of it
             info.loaded_weights.clear()
@@ -498,10 +499,11 @@ class LayerwiseReload:
         with self._configured():
             finalize_layerwise_reload(self._model, self._worker.model_config)
 
-    def _layers(self) -> Iterator[Any]:
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """What vLLM knows of each layer: one that can load waits for weights."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        return (get_layerwise_info(layer) for layer in self._model.modules())
+        return ((name, get_layerwise_info(layer)) for name, layer in self._model.named_modules())
 
     def _configured(self) -> AbstractContextManager[Any]:
         from vllm.config import set_current_vllm_config

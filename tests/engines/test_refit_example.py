@@ -24,7 +24,7 @@ def test_the_server_learns_what_the_trainer_learns(
     vllm: VLLMServer, flags: tuple[str, ...], way: str
 ) -> None:
     script = str(REPOSITORY / "examples" / "refit_vllm.py")
-    arguments = ("--server", vllm.url, "--model", str(vllm.model_dir), "--rounds", "2", *flags)
+    arguments = ("--server", vllm.url, "--model", str(vllm.model_dir), "--rounds", "4", *flags)
     ended = subprocess.run(
         [sys.executable, script, *arguments],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
@@ -38,4 +38,4 @@ def test_the_server_learns_what_the_trainer_learns(
     before, *after = (int(count) for count in re.findall(r"\((\d) of 8 right\)", ended.stdout))
     assert after[-1] > before
     assert way in ended.stdout
-    assert f"{vllm.url} new (version 2)" in ended.stdout
+    assert f"{vllm.url} new (version 4)" in ended.stdout

@@ -12,27 +12,17 @@ from weight_update import EngineState, WeightUpdateError
 from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer
 
 from .long_request import LongRequest
-from .models import SEED_A, SEED_B, TinyModels, greedy, tiny_llama
+from .models import SEED_A, SEED_B, greedy, tiny_llama
 from .sglang_server import SGLangServer
 
 PROMPT = [3, 14, 15, 92, 65]
 Pair = tuple[SGLangServer, SGLangServer]
 
 
-@pytest.fixture(scope="module")
-def second(
-    tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
-    log_path = tmp_path_factory.mktemp("second") / "server.log"
-    with SGLangServer(tiny_models.a, log_path) as server:
-        yield server
-
-
 @pytest.fixture
-def pair(sglang_at_a: SGLangServer, second: SGLangServer, tiny_models: TinyModels) -> Pair:
-    """Both servers on model A."""
-    second.load(tiny_models.a)
-    return sglang_at_a, second
+def pair(sglang_at_a: SGLangServer, spare: SGLangServer) -> Pair:
+    """Both servers on model A; the second one may be killed."""
+    return sglang_at_a, spare
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from weight_update.delivery.vllm import VLLMDeployment
 from weight_update.options import UpdateOptions
 from weight_update.report import UpdateReport
 
-from .models import greedy
+from .models import shortfall
 from .vllm_server import VLLMServer, vllm_llama
 
 PROMPT = [3, 14, 15, 92, 65]
@@ -41,8 +41,13 @@ def push(delivery: Delivery, source: Any, **more: Any) -> UpdateReport:
 
 
 def serves(server: VLLMServer, seed: int, prompt: list[int] = PROMPT) -> bool:
-    """Tell whether a server computes what the model of a seed does."""
-    return server.generate(prompt, TOKENS) == greedy(vllm_llama(seed), prompt, TOKENS)
+    """Tell whether a server computes what the model of a seed does, token for token."""
+    return holds(server, vllm_llama(seed), prompt)
+
+
+def holds(server: VLLMServer, model: Any, prompt: list[int] = PROMPT) -> bool:
+    """Tell whether each of the server's tokens is the model's own greedy choice."""
+    return shortfall(model, prompt, server.generate(prompt, TOKENS)) == 0
 
 
 @torch.no_grad()

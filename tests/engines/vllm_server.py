@@ -17,6 +17,7 @@ from .long_request import SECONDS, LongRequest
 from .models import SEED_A, SIZES, tiny_tokenizer
 
 ENGINE = "vllm-0.32.0"
+OLDER = "vllm-0.27.1"
 MODEL = "m"  # the name under which the server serves its checkpoint
 EXTENSION = "weight_update.vllm_worker.WorkerExtension"
 LORA_RANK = 8

@@ -134,7 +134,7 @@ ANSWERS = st.lists(st.tuples(STATUSES, BODIES, TYPES), min_size=1, max_size=4)
 
 
 def attach(client: SGLangClient, answers: list[tuple[int, bytes, str | None]]) -> SGLangClient:
-    client._http._session.mount("http://", Puppet(answers))
+    client._http._adapter = Puppet(answers)  # type: ignore[assignment]
     return client
 
 
@@ -259,7 +259,7 @@ def test_any_answer_to_a_diagnosis_is_facts(
 ) -> None:
     asker = sglang_probe._Asker(URL, HttpOptions(api_key="k"), soon())
     for http in (asker._http, asker._keyless):
-        http._session.mount("http://", Puppet(answers))
+        http._adapter = Puppet(answers)  # type: ignore[assignment]
     facts = answered(lambda: asker.facts(vectors))
     assert isinstance(facts, (sglang_probe.ServerFacts, WeightUpdateError))
 

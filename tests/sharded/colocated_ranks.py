@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import requests
@@ -21,6 +22,7 @@ from torch import distributed
 from trainers import SIZES, fsdp2, llama, mesh_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer
 from weight_update.torch_private.process_groups import default_store
 from weight_update.transports import shared_memory
 from weight_update.update.crew.sharer import Sharer
@@ -119,8 +121,7 @@ def tensor_by_tensor(me: Rank) -> dict[str, Any]:
 def cast(me: Rank) -> dict[str, Any]:
     """The engine's dtype is what the others plan by, too."""
     with sender_of(me, dtype="engine") as sender:
-        told = push(me, sender, sharded(me, 104).double(), 104)
-    return told
+        return push(me, sender, sharded(me, 104).double(), 104)
 
 
 def replicas(me: Rank) -> dict[str, Any]:
@@ -203,8 +204,36 @@ def killed_leader(me: Rank) -> dict[str, Any]:
         if progress.bucket == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with sender_of(me, timeout=10.0) as sender:
+    with sender_of(me) as sender:
         return outcome(lambda: sender.update_weights(sharded(me, 114), progress=deadly))
+
+
+def synchronizer(me: Rank, free: int | None = None, **options: Any) -> dict[str, Any]:
+    """The row of the factory: each rank has its own, of its part of the model."""
+    generation = SGLangGeneration(engines_of(me), timeout=PATIENCE, **options)
+    policy: Any = TorchPolicy(sharded(me, 116))
+    if free is not None:
+        policy.get_free_memory_bytes = lambda: free
+    sync = create_weight_synchronizer(policy, generation, "sglang", True)
+    sync.init_communicator()
+
+    def update() -> Any:
+        sync.sync_weights()
+        return sync.report
+
+    told = push(me, SimpleNamespace(update_weights=lambda _: update()), None, 116)
+    sync.shutdown()
+    return told
+
+
+def crossed(me: Rank) -> dict[str, Any]:
+    """The first engine is on the second GPU, and the second on the first."""
+    return synchronizer(me, engine_gpu_offsets=[1, 0])
+
+
+def small_buffer(me: Rank) -> dict[str, Any]:
+    """Every rank has other memory free: the leader's decides."""
+    return synchronizer(me, 80_000 * (1 + me.rank))
 
 
 def wide(me: Rank) -> dict[str, Any]:
@@ -223,7 +252,7 @@ SUITES: Suites = {
         PATIENCE,
         (
             *(updates, tensor_by_tensor, cast, replicas, stream, other_options, no_room),
-            *(failing_pack, refused_bucket),
+            *(failing_pack, refused_bucket, synchronizer, crossed, small_buffer),
         ),
     ),
     "wide engine": (3, PATIENCE, (wide,)),

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update.reference_engine import ReferenceEngine
 
-collect_ignore = ["colocated_ranks.py", "node_ranks.py", "ranks.py", "trainers.py"]  # scripts, and what they import
+# Scripts, and what they import.
+collect_ignore = ["colocated_ranks.py", "node_ranks.py", "ranks.py", "trainers.py"]
 HERE = Path(__file__).parent
 PATIENCE = 240.0
 

@@ -60,6 +60,9 @@ def owners(told: dict[int, Any], engine: int) -> set[tuple[tuple[int, ...], ...]
         ("cast", None),
         ("replicas", None),
         ("stream", None),
+        ("synchronizer", None),
+        ("crossed", None),
+        ("small_buffer", None),
     ],
 )
 def test_every_engine_holds_the_whole_model_bit_for_bit(
@@ -69,13 +72,21 @@ def test_every_engine_holds_the_whole_model_bit_for_bit(
     assert served(told if update is None else each(told, update))
 
 
-@pytest.mark.parametrize("scenario", ["updates", "tensor_by_tensor", "cast", "replicas"])
+@pytest.mark.parametrize(
+    "scenario", ["updates", "tensor_by_tensor", "cast", "replicas", "synchronizer"]
+)
 def test_each_engine_opens_the_memory_of_the_rank_beside_it(scenario: str, run: Run) -> None:
     told = run(TWO)[scenario]
     told = each(told, "100") if scenario == "updates" else told
     assert owners(told, 0) == {((0,),)}
     assert owners(told, 1) == {((1,),)}
     assert "rank(s) 1 of the trainer share memory" in told[0]["report"]["route"]["reasons"][0]
+
+
+def test_where_engines_are_placed_otherwise_their_offsets_say_so(run: Run) -> None:
+    told = run(TWO)["crossed"]
+    assert owners(told, 0) == {((1,),)}
+    assert owners(told, 1) == {((0,),)}
 
 
 def test_each_rank_of_an_engine_opens_the_memory_of_the_rank_beside_it(
@@ -90,6 +101,11 @@ def test_each_rank_of_an_engine_opens_the_memory_of_the_rank_beside_it(
 def test_what_others_cannot_plan_is_opened_where_the_leader_packed_it(run: Run) -> None:
     told = run(TWO)["stream"]
     assert told[0]["owners"][1][-1] == [[0]]
+
+
+def test_the_leaders_free_memory_decides_how_large_buckets_are(run: Run) -> None:
+    told = run(TWO)["small_buffer"]
+    assert told[0]["report"]["buckets"] > run(TWO)["synchronizer"][0]["report"]["buckets"]
 
 
 def test_nothing_piles_up_in_the_store_nor_in_memory(run: Run) -> None:

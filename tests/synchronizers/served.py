@@ -86,7 +86,8 @@ class FakeGeneration:
     def delivery(self, *, colocated: bool, timeout_s: float | None, policy: Any) -> Delivery:
         self.asked = {"colocated": colocated, "timeout_s": timeout_s, "policy": policy}
         options = UpdateOptions(timeout=30.0 if timeout_s is None else timeout_s)
-        return Delivery(self.urls, options, lambda chosen, _: _Deployment(self, chosen))
+        self.deliver = Delivery(self.urls, options, lambda chosen, _: _Deployment(self, chosen))
+        return self.deliver
 
     def open(self, url: str) -> NotingEngine:
         self.engines[url] = NotingEngine(url)

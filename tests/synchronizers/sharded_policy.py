@@ -27,11 +27,13 @@ def main(rank: int, port: int, urls: list[str]) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     policy = TorchPolicy(fully_shard(model, mesh=mesh))
+    generation = SGLangGeneration(urls, needs_offload=True)
     sync = create_weight_synchronizer(
-        policy, SGLangGeneration(urls), "sglang", colocated=False, refit_timeout_s=120
+        policy, generation, "sglang", colocated=False, refit_timeout_s=120
     )
     sync.init_communicator()
     for _ in range(2):
+        generation.finish_generation()
         told = sync.sync_weights() or {}
         assert not sync.is_stale
     info = policy.prepare_refit_info() or {}

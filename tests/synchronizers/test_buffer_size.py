@@ -16,9 +16,8 @@ from weight_update.synchronizers.buffer_size import (
     explicit_bytes,
     share_of,
 )
-from weight_update.update.updater import Payload, Push
 from weight_update.weights.buckets import plan_buckets
-from weight_update.weights.cargo import Format
+from weight_update.weights.cargo import Format, Terms
 from weight_update.weights.extract import extract_weights
 
 
@@ -85,8 +84,7 @@ def test_buckets_of_several_tensors_keep_to_the_limit(
     sizes: list[int], chosen: int, limit: int | None
 ):
     tensors: Any = {f"w{i}": torch.zeros(size) for i, size in enumerate(sizes)}
-    push = Push(Payload, lambda _: (), bucket_limit=limit)
-    asked = push.limited(Format(chosen, lambda _: True))
+    asked = Terms(bucket_limit=limit).limited(Format(chosen, lambda _: True))
     plan = plan_buckets(extract_weights(tensors), asked.bucket_bytes, asked.packs)
     assert [spec.name for bucket in plan.buckets for spec in bucket.specs] == list(tensors)
     for bucket in plan.buckets:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -178,7 +180,7 @@ def free_port() -> int:
 
 
 def test_every_rank_of_a_sharded_trainer_calls_and_all_get_the_same(two: list[ReferenceEngine]):
-    urls, port = [engine.url for engine in two], str(free_port())
+    log, urls, port = kit.Log(*two), [engine.url for engine in two], str(free_port())
     script = [sys.executable, "-m", "tests.synchronizers.sharded_policy"]
     ranks = [
         subprocess.Popen([*script, str(rank), port, *urls], cwd=ROOT, stdout=subprocess.PIPE)
@@ -186,6 +188,8 @@ def test_every_rank_of_a_sharded_trainer_calls_and_all_get_the_same(two: list[Re
     ]
     told = [rank.communicate(timeout=300)[0].decode().splitlines()[-1] for rank in ranks]
 
+    assert [log.count(engine, RELEASE) for engine in two] == [2, 2]  # a second one would end it
+    assert [log.count(engine, RESUME) for engine in two] == [4, 4]
     assert told[0] == told[1]
     assert [kit.served(engine) for engine in two] == [kit.tokens_of(1)] * 2
     assert {kit.label(engine) for engine in two} == {told[0].split()[0]}
@@ -288,6 +292,28 @@ def test_memory_comes_back_after_a_failure_too(engine: ReferenceEngine):
     assert log.count(engine, RESUME) == 2
 
 
+def test_servers_that_are_gone_before_the_update_begins_are_unreachable(
+    two: list[ReferenceEngine],
+):
+    with synchronizer(two, kit.llama(1), needs_offload=True) as sync:
+        sync.sync_weights()
+        sync.generation.finish_generation()
+        for engine in two:
+            os.kill(engine.pid, signal.SIGKILL)
+            engine.process.wait(30)
+
+        with pytest.raises(WeightUpdateError) as caught:
+            sync.sync_weights()
+        assert sync.is_stale
+        assert states(caught.value.report) == [EngineState.UNREACHABLE] * 2
+
+        for engine in two:
+            engine.restart()
+        sync.sync_weights()
+
+    assert [kit.served(engine) for engine in two] == [kit.tokens_of(1)] * 2
+
+
 def test_with_a_quorum_the_others_go_on(two: list[ReferenceEngine]):
     with synchronizer(two, kit.llama(1), quorum=1) as sync:
         sync.sync_weights()
@@ -331,6 +357,7 @@ def test_a_server_that_forgot_its_weights_does_not_generate_until_a_sync_succeed
             with pytest.raises(WeightUpdateError):
                 sync.sync_weights(**mistake)
             assert kit.is_paused(saver)
+            assert sync._carrier.delivery.engines[saver.url].state is EngineState.MIXED
 
         sync.sync_weights()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from weight_update.synchronizers import (
     NoSurvivingShards,
     SGLangColocatedWeightSynchronizer,
     SGLangDisaggregatedWeightSynchronizer,
+    carriers,
 )
 from weight_update.weights.stream import Stream
 
@@ -130,6 +132,7 @@ def test_a_failure_leaves_a_known_state_and_restored_phases(
 ):
     sync, journal = made(row)
     sync.init_communicator()
+    journal.take()
     (engine,) = sync.generation.engines.values()
     engine.fail(step.removeprefix("E."), "bug")
     with pytest.raises(RuntimeError, match="Weight transfer failed") as caught:
@@ -159,8 +162,28 @@ def test_an_objection_pauses_nothing(row: str):
 def test_only_a_collective_needs_its_group_beforehand(row: str):
     sync, journal = made(row)
     sync.init_communicator()
-    joined = ["E.inspect", "E.join"] if row == "vllm apart" else []
+    joined = ["P.source", "E.inspect", "E.join"] if row == "vllm apart" else []
     assert journal.take() == ["P.info", "G.info", *joined]
+
+
+def test_a_group_is_made_where_the_model_is():
+    sync, _ = made("vllm apart")
+    met: list[torch.device | None] = []
+    sync.generation.deliver.connect = met.append
+    sync.policy.weights = torch.nn.Linear(1, 1)
+    sync.init_communicator()
+    assert met == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize(("rank", "joined"), [(0, ["E.inspect", "E.join"]), (1, [])])
+def test_of_the_ranks_that_hold_a_model_one_makes_the_group(
+    rank: int, joined: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(carriers, "open_channel", lambda: SimpleNamespace(rank=rank, ranks=2))
+    monkeypatch.setattr(carriers, "readers_of", lambda source, ranks: set(range(ranks)))
+    sync, journal = made("vllm apart")
+    sync.init_communicator()
+    assert [call for call in journal.take() if call.startswith("E.")] == joined
 
 
 @EVERY

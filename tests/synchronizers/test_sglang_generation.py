@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from weight_update import ConfigurationError, WeightUpdateError
 from weight_update.errors import EngineRejected, UpdateTimeout
 from weight_update.options import MASTER_ADDRESS_VARIABLE, PAUSE_MODE_VARIABLE
 from weight_update.reference_engine import Fault, ReferenceEngine
+from weight_update.synchronizers.facades import served
 from weight_update.synchronizers.facades.served import Occupation
 from weight_update.synchronizers.facades.sglang import SGLangGeneration
 from weight_update.waiting import Deadline, spawn
@@ -318,6 +320,16 @@ def test_a_server_that_was_told_to_take_memory_back_is_not_told_twice():
     occupation.resume(["weights", "kv_cache"], Deadline(5.0))
 
     assert len(engine.told) == 3
+
+
+def test_a_call_that_does_not_come_back_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(served, "_LATE_SECONDS", 0.0)
+    never = threading.Event()
+
+    with pytest.raises(UpdateTimeout, match="did not come back"):
+        served.on_all([1, 2], lambda _, __: never.wait(), Deadline(0.05))
+
+    never.set()
 
 
 def test_a_server_without_a_memory_saver_is_told_of(

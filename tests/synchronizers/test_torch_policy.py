@@ -189,6 +189,23 @@ def test_an_optimizer_that_is_used_meanwhile_refuses(use: str):
     getattr(trained.optimizer, use)()
 
 
+def test_an_optimizer_inside_of_another_is_the_one_that_is_moved():
+    class Wrapper:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.state = optimizer.state
+
+    trained = Trained()
+    TorchPolicy(trained.model, Wrapper(trained.optimizer))
+    state = OptimizerState(Wrapper(trained.optimizer), trained.model, {"cpu"})
+
+    state.to_host()
+    assert {tensor.untyped_storage().nbytes() for tensor in trained.tensors()} == {0}
+    with pytest.raises(WeightUpdateError, match="on the host"):
+        trained.optimizer.step()
+    state.to_devices()
+
+
 def test_moving_twice_is_moving_once():
     trained = Trained()
     values = [tensor.clone() for tensor in trained.tensors()]

@@ -391,6 +391,47 @@ def test_an_error_that_somebody_keeps_keeps_no_socket_of_the_group_open(
     assert [work() for work in works] == [None, None]
 
 
+class QueuedWork:
+    """A broadcast that NCCL was asked for."""
+
+    def __init__(self, tensor: torch.Tensor, log: list[str]) -> None:
+        self._name, self._log = f"{int(tensor)}", log
+
+    def wait(self) -> None:
+        self._log.append(f"behind {self._name}")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class QueueingGroup:
+    """Stands for torch's NCCL group."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def broadcast(self, tensor: torch.Tensor, _: int) -> QueuedWork:
+        self.log.append(f"sends {int(tensor)}")
+        return QueuedWork(tensor, self.log)
+
+    def abort(self) -> None:
+        self.log.append("aborted")
+
+
+def test_what_follows_a_broadcast_over_nccl_is_behind_all_earlier_ones(
+    open_update_group: OpenGroup,
+) -> None:
+    """The next bucket is packed then, into the buffer that the last but one left from."""
+    group, queue = open_update_group(), QueueingGroup()
+    group.device, group._group, group._built = torch.device("cuda", 0), queue, True
+
+    for number in range(3):
+        group.broadcast([torch.tensor(number)])
+
+    assert queue.log == ["sends 0", "behind 0", "sends 1", "behind 0", "behind 1", "sends 2"]
+    assert not group.moving()
+
+
 def test_a_group_that_was_given_up_takes_no_broadcast_and_never_looks_finished(
     open_update_group: OpenGroup,
 ) -> None:

@@ -127,8 +127,11 @@ def test_while_engines_read_a_bucket_the_next_one_is_packed_elsewhere():
     assert all(one != other for one, other in pairwise(memories))
 
 
-def test_ranks_that_do_not_answer_themselves_get_a_request_more_of_time():
-    packer = SharedMemoryPacker(CPU)
+@pytest.mark.parametrize(("all_answer", "buffers"), [(False, 3), (True, 2)])
+def test_ranks_that_do_not_answer_themselves_get_a_request_more_of_time(
+    all_answer: bool, buffers: int
+):
+    packer = SharedMemoryPacker(CPU, all_ranks_answer=all_answer)
     weights = extract_weights(tensors(6))
     chosen = packer.format([w.spec for w in weights], Terms(400, ranks=2))
     plan = plan_buckets(weights, chosen.bucket_bytes, chosen.packs)
@@ -136,8 +139,8 @@ def test_ranks_that_do_not_answer_themselves_get_a_request_more_of_time():
 
     memories = [cargo.shared[0].memory for cargo in packed(packer, plan)]
 
-    assert len(set(memories)) == 3
-    assert memories[:3] == memories[3:]
+    assert len(set(memories)) == buffers
+    assert memories[:buffers] == memories[buffers : 2 * buffers]
 
 
 @pytest.mark.parametrize("load_format", ["auto", "tensors"])

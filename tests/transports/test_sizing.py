@@ -30,10 +30,12 @@ HALF_B = model(290, 1_000_000_000)
 EIGHT_B = model(291, 16_060_000_000)
 MOE = model(4_719, 16_200_000_000)
 HUGE = model(91_991, 671_000_000_000)
+FEW = model(20, 16_060_000_000)
 
 # What is sent, under which terms, and whether it is packed and how large a request is.
 CHOICES: dict[str, tuple[list[TensorSpec], Terms, bool, int]] = {
-    "8B into a roomy engine": (EIGHT_B, PLENTY, False, 4 * GIB),
+    "8B into a roomy engine": (EIGHT_B, PLENTY, True, 2 * GIB),
+    "few large tensors into a roomy engine": (FEW, PLENTY, False, 4 * GIB),
     "8B, nobody knows the memory": (EIGHT_B, Terms(in_place=True), True, 2 * GIB),
     "8B, values that are merged on the way": (
         EIGHT_B,
@@ -95,11 +97,23 @@ def test_a_stream_is_packed_since_nobody_knows_what_comes() -> None:
 
 def test_the_reason_names_both_costs() -> None:
     assert nccl_format(EIGHT_B, PLENTY).reason == (
-        "one broadcast a tensor: 291 tensors in 4 requests cost 20 ms, 8 flat buckets would 29 ms"
+        "flat buckets: 8 cost 5 ms, one broadcast a tensor would 9 ms (291 tensors)"
     )
-    assert nccl_format(MOE, PLENTY).reason == (
-        "flat buckets: 8 cost 29 ms, one broadcast a tensor would 104 ms (4,719 tensors)"
+    assert nccl_format(FEW, PLENTY).reason == (
+        "one broadcast a tensor: 20 tensors in 4 requests cost 4 ms, 8 flat buckets would 5 ms"
     )
+
+
+SIZES = {GIB: "15 cost 12 ms", 3 * GIB // 2: "10 cost 4 ms", 4 * GIB: "4 cost 6 ms"}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_requests_that_are_shorter_than_their_bytes_on_the_wire_cost_only_the_first(
+    size: int,
+) -> None:
+    chosen = nccl_format(EIGHT_B, replace(PLENTY, bucket_bytes=size))
+
+    assert f"flat buckets: {SIZES[size]}" in chosen.reason
 
 
 def test_the_reason_tells_that_memory_is_short() -> None:
@@ -144,9 +158,9 @@ def test_a_full_trainer_sends_what_lies_there_as_it_is() -> None:
 
 def test_the_plan_has_as_many_requests_as_the_reason_says() -> None:
     cpu = torch.device("cpu")
-    weights = [Weight(spec, cpu, lambda: torch.zeros(0)) for spec in EIGHT_B]
-    for terms, said in ((PLENTY, "in 4 requests"), (Terms(), "flat buckets: 8 cost")):
-        chosen = nccl_format(EIGHT_B, terms)
+    for specs, said in ((FEW, "in 4 requests"), (EIGHT_B, "flat buckets: 8 cost")):
+        weights = [Weight(spec, cpu, lambda: torch.zeros(0)) for spec in specs]
+        chosen = nccl_format(specs, PLENTY)
         plan = plan_buckets(weights, chosen.bucket_bytes, chosen.packs, even=True)
 
         assert said in chosen.reason

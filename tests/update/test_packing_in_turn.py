@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.update.fakes import FakeEngine, FakeGroup, FakePacker
-from weight_update.errors import EngineRejected, WeightUpdateError
+from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError
 from weight_update.options import UpdateOptions
 from weight_update.update.updater import Payload, Push, Updater
 from weight_update.update.ways import Ends
@@ -22,13 +22,16 @@ PATIENCE = 20.0
 class NotingPacker(FakePacker):
     """Notes how many buckets the engine had confirmed when each was packed."""
 
-    def __init__(self, engine: FakeEngine, *, unordered: bool) -> None:
-        self._engine, self._unordered = engine, unordered
+    def __init__(
+        self, engine: FakeEngine, *, unordered: bool = False, queued: bool = False
+    ) -> None:
+        self._engine, self._unordered, self._queued = engine, unordered, queued
         self.confirmed: list[int] = []
 
     def pack(self, bucket: Bucket) -> Cargo:
         self.confirmed.append(len(self._engine.buckets))
-        return Cargo(super().pack(bucket).tensors, unordered=self._unordered)
+        tensors = super().pack(bucket).tensors
+        return Cargo(tensors, unordered=self._unordered, queued=self._queued)
 
 
 class Pair(FakeEngine):
@@ -48,9 +51,35 @@ class Pair(FakeEngine):
             raise WeightUpdateError(f"no {name}", engine=self.url, phase="transfer")
 
 
-def updater_of(engine: FakeEngine, packer: NotingPacker) -> Updater:
-    ends = Ends(lambda *_: FakeGroup(), lambda _: packer)
-    options = UpdateOptions(bucket_bytes=8, timeout=PATIENCE)
+class Wire(FakeGroup):
+    """Bytes move until somebody looked twice, or for ever."""
+
+    def __init__(self, *, stuck: bool = False) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._looks, self._stuck = 0, stuck
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        self._looks = 2
+        self.seen.append("sent")
+
+    def moving(self) -> bool:
+        if self._stuck:
+            return True
+        self._looks -= 1
+        if self._looks == 0:
+            self.seen.append("arrived")
+        return self._looks > 0
+
+
+def updater_of(
+    engine: FakeEngine,
+    packer: NotingPacker,
+    group: FakeGroup | None = None,
+    timeout: float = PATIENCE,
+) -> Updater:
+    ends = Ends(lambda *_: group or FakeGroup(), lambda _: packer)
+    options = UpdateOptions(bucket_bytes=8, timeout=timeout)
     return Updater([engine.url], lambda _: engine, {"broadcast": ends}, options)
 
 
@@ -120,3 +149,25 @@ def _refused_politely(session, bucket: Bucket, cargo: Cargo, **_) -> None:
         refusal = EngineRejected(error.message, engine=error.engine, phase="transfer")
         refusal.applied = "nothing"
         raise refusal from error
+
+
+ARRIVALS = {False: ["sent", "arrived"] * 4, True: ["sent"] * 4 + ["arrived"]}
+
+
+@pytest.mark.parametrize("queued", ARRIVALS)
+def test_only_a_group_that_keeps_the_order_is_given_more_while_bytes_travel(queued: bool):
+    engine, wire = FakeEngine("http://engine:1"), Wire()
+    updater_of(engine, NotingPacker(engine, queued=queued), wire).update(push_of_four())
+
+    assert engine.buckets == list("abcd")
+    assert wire.seen == ARRIVALS[queued]
+
+
+def test_an_update_that_engines_confirmed_ends_only_when_its_bytes_have_left():
+    engine, wire = FakeEngine("http://engine:1"), Wire(stuck=True)
+    updater = updater_of(engine, NotingPacker(engine, queued=True), wire, timeout=2.0)
+    with pytest.raises(UpdateTimeout, match="its bytes never left") as caught:
+        updater.update(push_of_four())
+
+    assert engine.buckets == list("abcd")
+    assert caught.value.report.engines[engine.url].state == "mixed"

@@ -21,6 +21,8 @@ _START_SECONDS = 120.0
 class FakeVLLM:
     """One fake server; ``with FakeVLLM() as server: server.url``.
 
+    It is waited for when it is first needed, so that several start at once.
+
     Args:
         release: The release that it imitates.
         seed: Of the weights that it starts with.
@@ -34,6 +36,8 @@ class FakeVLLM:
     @property
     def url(self) -> str:
         """Base URL; the same after a restart."""
+        if not self._listens:
+            self._await_start()
         return f"http://127.0.0.1:{self._port}"
 
     @property
@@ -51,6 +55,7 @@ class FakeVLLM:
         self.stop()
         self.release = release or self.release
         self._process = self._start()
+        self._await_start()
 
     def stop(self) -> None:
         """Ends the process."""
@@ -61,21 +66,23 @@ class FakeVLLM:
             self._process.stdout.close()
 
     def _start(self) -> subprocess.Popen[str]:
+        self._listens = False
         arguments = [str(self._port), self.release, str(self.seed)]
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.vllm_fake.server", *arguments],
             cwd=_ROOT,
             stdout=subprocess.PIPE,
             text=True,
         )
-        late = threading.Timer(_START_SECONDS, process.kill)
+
+    def _await_start(self) -> None:
+        late = threading.Timer(_START_SECONDS, self._process.kill)
         late.start()
-        assert process.stdout is not None
-        line = process.stdout.readline()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         late.cancel()
         assert line, "the fake did not start; its standard error says why"
-        self._port = int(line)
-        return process
+        self._port, self._listens = int(line), True
 
     # -- what a test does to it ---------------------------------------------------------
 

@@ -174,6 +174,17 @@ class Delivery:
         self._updater.remove_engine(url)
         self._urls = [known for known in self._urls if known != url]
 
+    def doubt(self, url: str, why: str) -> None:
+        """Notes that a server does not hold what it was given any more.
+
+        It counts as mixed, and is not resumed, until it took a whole model.
+
+        Args:
+            url: The server.
+            why: What happened, for reports.
+        """
+        self._updater.doubt(url, why)
+
     def plan(self, source: Any) -> Plan:
         """What an update would send, in which requests; no server is asked.
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
-from weight_update.errors import TRANSFER_FAILED, ConfigurationError, WeightUpdateError
+from weight_update.errors import (
+    TRANSFER_FAILED,
+    ConfigurationError,
+    EngineUnreachable,
+    UpdateTimeout,
+    WeightUpdateError,
+)
 from weight_update.options import check_positive
-from weight_update.report import UpdateReport
+from weight_update.report import EngineState, UpdateReport
 from weight_update.synchronizers.buffer_size import check_buffer_size
 from weight_update.synchronizers.carriers import Carrier, HandingOver, Reading, are_ours
 from weight_update.synchronizers.exchange import Exchange
@@ -82,7 +89,7 @@ class DeliverySynchronizer(WeightSynchronizer):
             with self._phases(), _timed(timer):
                 self.report = self._push(kv_scales)
         except WeightUpdateError as error:
-            error.report = error.report or self._standing()
+            error.report = error.report or self._standing(error)
             raise
         self._stale = False
         return metrics(self.report)
@@ -170,10 +177,15 @@ class DeliverySynchronizer(WeightSynchronizer):
                 remedy="use 'retract' or 'abort'",
             )
 
-    def _standing(self) -> UpdateReport:
-        """What is known of the engines, where no update had begun."""
+    def _standing(self, error: WeightUpdateError) -> UpdateReport:
+        """What is known of the engines, where no update had begun: some may have fallen silent."""
         delivery = self._carrier.delivery
-        return UpdateReport(delivery.version, 0, 0, 0, {}, delivery.engines)
+        engines = dict(delivery.engines)
+        silent = error.engines if isinstance(error, (EngineUnreachable, UpdateTimeout)) else ()
+        for url in engines.keys() & set(silent):
+            lost = EngineState.UNREACHABLE
+            engines[url] = replace(engines[url], state=lost, version=None, detail=error.message)
+        return UpdateReport(delivery.version, 0, 0, 0, {}, engines)
 
 
 @contextmanager

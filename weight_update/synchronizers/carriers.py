@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from weight_update.delivery.delivery import Delivery
 from weight_update.errors import ConfigurationError
@@ -13,9 +14,11 @@ from weight_update.report import UpdateReport
 from weight_update.synchronizers.buffer_size import explicit_bytes, share_of
 from weight_update.synchronizers.exchange import Exchange, Refit
 from weight_update.synchronizers.hand_over import hand_over
+from weight_update.synchronizers.leading import leads
 from weight_update.synchronizers.membership import present_shards
 from weight_update.synchronizers.protocols import Served, Source
 from weight_update.synchronizers.resolve import asked
+from weight_update.weights.extract import device_of
 
 Free = Callable[[], int]
 Scales = Mapping[str, float]
@@ -70,6 +73,7 @@ class Reading:
     ) -> None:
         self._policy, self._generation = policy, generation
         self.delivery = generation.delivery(colocated=colocated, timeout_s=timeout_s, policy=policy)
+        generation.policy = policy
         self._urls = tuple(generation.urls)
         self._due = False
 
@@ -78,8 +82,11 @@ class Reading:
         self._generation.prepare_refit_info(self._policy.prepare_refit_info())
 
     def connect(self) -> None:
-        """Makes the group of all engines that take part."""
-        self.delivery.connect()
+        """Makes the group of all engines that take part, on the rank that talks to them."""
+        source = self._policy.source()
+        if leads(lambda: source):
+            # A trainer on the CPU of a host with GPUs is met on the CPU.
+            self.delivery.connect(device_of(source) if isinstance(source, nn.Module) else None)
         self._due = False
 
     def check(self) -> None:

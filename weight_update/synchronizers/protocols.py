@@ -47,9 +47,15 @@ class Source(Policy, Protocol):
 
 
 class Served(Generation, Protocol):
-    """Engines that can be spoken to from here, such as a :class:`SGLangGeneration`."""
+    """Engines that can be spoken to from here, such as a :class:`SGLangGeneration`.
+
+    Attributes:
+        urls: Where they are.
+        policy: Whose weights they get: of a sharded trainer's ranks, one speaks to them.
+    """
 
     urls: Sequence[str]
+    policy: Any
 
     def delivery(self, *, colocated: bool, timeout_s: float | None, policy: Any) -> Delivery:
         """What brings a policy's weights to them."""

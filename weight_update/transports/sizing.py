@@ -1,8 +1,10 @@
 """The size of a bucket over NCCL, and whether its tensors are packed: what costs less.
 
 Beyond the wire, an update request costs the same whatever its size, and a tensor that travels by
-itself costs a launch. So requests are as large as memory allows, and few tensors travel as they
-are. The costs were measured on H200; that of a request is measured anew for each fleet.
+itself costs a launch. A request is made while the bytes of the one before it travel, so all but the
+first cost nothing if those take longer. So requests are as large as memory allows, and few tensors
+travel as they are. The costs were measured on H200; that of a request is measured anew for each
+fleet.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from weight_update.weights.specs import TensorSpec
 REQUEST_SECONDS = 3.5e-3
 """What a request costs where nothing was measured."""
 LAUNCH_SECONDS = 19e-6
+# The fastest wire: what it does not hide, none does.
+_WIRE_BYTES_A_SECOND = 3.7e11
 # What packing the first bucket costs; that of all others is hidden behind the wire.
 _COPIED_BYTES_A_SECOND = 2.1e12
 # What an update takes above the model, on either side, unless the user asks for more.
@@ -92,7 +96,7 @@ def nccl_format(
     Example:
         >>> specs = [TensorSpec(f"w{i}", torch.bfloat16, (4096, 4096)) for i in range(300)]
         >>> nccl_format(specs, Terms(engine_bytes=20 << 30, in_place=True)).reason
-        'one broadcast a tensor: 300 tensors in 3 requests cost 16 ms, 5 flat buckets would 19 ms'
+        'flat buckets: 5 cost 5 ms, one broadcast a tensor would 9 ms (300 tensors)'
     """
     room = rooms(terms, trainer_bytes)
     flat = Format(room.packed, _all)
@@ -132,12 +136,19 @@ class _Cost:
 def _costs(specs: Sequence[TensorSpec], room: Rooms, request: float) -> tuple[_Cost, _Cost]:
     """Of flat buckets, and of one broadcast a tensor."""
     nbytes = sum(spec.nbytes for spec in specs)
-    buckets, requests = (max(1, ceil(nbytes / size)) for size in (room.packed, room.single))
+    flat, single = (_requests(nbytes, size, request) for size in (room.packed, room.single))
     first = min(nbytes, room.packed) / _COPIED_BYTES_A_SECOND
     return (
-        _Cost(buckets, buckets * request + first),
-        _Cost(requests, requests * request + len(specs) * LAUNCH_SECONDS),
+        replace(flat, seconds=flat.seconds + first),
+        replace(single, seconds=single.seconds + len(specs) * LAUNCH_SECONDS),
     )
+
+
+def _requests(nbytes: int, size: int, request: float) -> _Cost:
+    """What requests of a size cost where one is made while the one before it travels."""
+    count = max(1, ceil(nbytes / size))
+    hidden = min(request, size / _WIRE_BYTES_A_SECOND)
+    return _Cost(count, request + (count - 1) * (request - hidden))
 
 
 def _counted(count: int, what: str) -> str:
@@ -164,5 +175,8 @@ def free_bytes(device: torch.device, own: int = 0) -> int | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + kept + own)
+    known = torch.cuda.memory_stats_as_nested_dict(device)  # all at once, before they are flattened
+    reserved, allocated = (
+        known[kind]["all"]["current"] for kind in ("reserved_bytes", "allocated_bytes")
+    )
+    return int(free + reserved - allocated + own)

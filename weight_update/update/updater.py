@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,7 +21,7 @@ from weight_update.errors import (
     wrapped,
 )
 from weight_update.options import UpdateOptions, Way, check_quorum
-from weight_update.report import EngineOutcome, ProgressHook, Route, UpdateReport
+from weight_update.report import EngineOutcome, EngineState, ProgressHook, Route, UpdateReport
 from weight_update.update.connect import leave
 from weight_update.update.fleet import Attempt, Fleet, Member, culprits
 from weight_update.update.planning import Payload, PlanMemory, fitted_plan, planned
@@ -82,12 +82,6 @@ class Push:
     check_readers: Callable[[], None] = nobody_else
     bucket_bytes: int | None = None
     bucket_limit: int | None = None
-
-    def limited(self, chosen: Format) -> Format:
-        """A format whose buckets are no larger than the limit."""
-        if self.bucket_limit is None or chosen.bucket_bytes <= self.bucket_limit:
-            return chosen
-        return replace(chosen, bucket_bytes=self.bucket_limit)
 
 
 @dataclass
@@ -280,6 +274,13 @@ class Updater:
             for member in gone:
                 member.engine.close()
 
+    def doubt(self, url: str, why: str) -> None:
+        """Notes that an engine does not hold what it was given any more; a full push heals it."""
+        with self._exclusively(Deadline(self.options.timeout, self._clock)):
+            for member in self.roster.members:
+                if member.url == url:
+                    member.state, member.doubt = EngineState.MIXED, member.doubt or why
+
     def shutdown(self) -> None:
         """Gives the group up on both ends; safe to call at any time, repeatedly."""
         self._wire.close()
@@ -439,11 +440,12 @@ class Updater:
                 and all(w.device == device and w.at_hand for w in weights or ()),
                 ranks=max((member.ranks for member in members), default=1),
                 intakes={member.url: member.engine.intake for member in members},
+                bucket_limit=None if run is None else run.push.bucket_limit,
             )
             specs = None if weights is None else [weight.spec for weight in weights]
-            chosen = self._wire.packer_for(device).format(specs, terms)
+            chosen = terms.limited(self._wire.packer_for(device).format(specs, terms))
             if run is not None:
-                run.format = chosen = run.push.limited(chosen)
+                run.format = chosen
             return chosen
 
         return choose

@@ -122,9 +122,10 @@ def plan_buckets(
     """Fills buckets in order and closes each before it would exceed ``bucket_bytes``.
 
     A tensor or a group larger than that travels alone. The experts of a layer stay together
-    where they fit, and are divided between experts where they do not. Tensors that are packed
-    come before those that travel as they are. Inside a packed bucket, every offset is a multiple
-    of the item size: engines read each tensor in place and refuse an offset that breaks an item.
+    where they fit, and are divided between experts where they do not, or where ``even`` buckets are
+    fewer for it. Tensors that are packed come before those that travel as they are. Inside a packed
+    bucket, every offset is a multiple of the item size: engines read each tensor in place and refuse
+    an offset that breaks an item.
 
     Args:
         weights: The weights, in send order.
@@ -143,16 +144,12 @@ def plan_buckets(
         [['a', 'b'], ['c']]
     """
     units = _Units(weights, group_of)
-    units.join_sets(bucket_bytes)
-    packed: list[str] = []
-    single: list[str] = []
-    for key in units.members:
-        (packed if units.is_packed(key, packs) else single).append(key)
-    flat, plain = (
-        units.filled(lane, units.even(lane, bucket_bytes) if even else bucket_bytes)
-        for lane in (packed, single)
-    )
-    return Plan((*map(_aligned, flat), *(Bucket(tuple(group), flat=False) for group in plain)))
+    apart = units.divided(bucket_bytes, packs, even=even)
+    if not units.join_sets(bucket_bytes):
+        return apart
+    together = units.divided(bucket_bytes, packs, even=even)
+    # Sets of half a bucket and more would leave much of each bucket empty.
+    return apart if even and apart.requests < together.requests else together
 
 
 class _Units:
@@ -166,10 +163,10 @@ class _Units:
     def __init__(self, weights: Iterable[Weight], group_of: GroupOf) -> None:
         self.members: dict[str, list[Weight]] = {}
         self.nbytes: dict[str, int] = {}
-        self._places: dict[str, int] = {}
+        self._places: dict[int, int] = {}
         for place, weight in enumerate(weights):
             spec = weight.spec
-            self._places[spec.name] = place
+            self._places[id(weight)] = place
             key = group_of(spec.name) or f"\n{spec.name}"  # no group is called like this
             if key in self.members:
                 self.members[key].append(weight)
@@ -178,15 +175,20 @@ class _Units:
                 self.members[key] = [weight]
                 self.nbytes[key] = spec.nbytes
 
-    def place(self, weight: Weight) -> int:
-        """The place of a weight in send order."""
-        return self._places[weight.spec.name]
+    def divided(self, limit: int, packs: Packs, *, even: bool) -> Plan:
+        """The plan in which every unit has its own place."""
+        packed: list[str] = []
+        single: list[str] = []
+        for key in self.members:
+            (packed if self.is_packed(key, packs) else single).append(key)
+        flat, plain = (
+            self.filled(lane, self.even(lane, limit) if even else limit)
+            for lane in (packed, single)
+        )
+        return Plan((*map(_aligned, flat), *(Bucket(tuple(group), flat=False) for group in plain)))
 
-    def join_sets(self, limit: int) -> None:
-        """Makes one unit of a set of groups, where it fits; its weights in send order again.
-
-        The experts of a layer come out of two large tensors, and are copied fastest as they lie.
-        """
+    def join_sets(self, limit: int) -> bool:
+        """Makes one unit of a set of groups, where it fits; returns whether there are any."""
         large = [k for k, size in self.nbytes.items() if size > limit and len(self.members[k]) > 1]
         _tell("larger than bucket_bytes=%d, and travel(s) in a larger bucket", large, limit)
         homes = {key: home for key in self.members if (home := set_of(key))}
@@ -196,15 +198,14 @@ class _Units:
         wide = [home for home, size in sets.items() if size > limit]
         _tell("larger than bucket_bytes=%d, and divided between its experts", wide, limit)
         if len(wide) == len(sets):
-            return
+            return False
         members: dict[str, list[Weight]] = {}
         for key, weights in self.members.items():
             home = homes.get(key, key)
             members.setdefault(key if sets.get(home, 0) > limit else home, []).extend(weights)
-        for home in sets.keys() & members.keys():
-            members[home].sort(key=self.place)
         self.nbytes = {key: sets[key] if key in sets else self.nbytes[key] for key in members}
         self.members = members
+        return True
 
     def is_packed(self, key: str, packs: Packs) -> bool:
         """Whether a unit travels in a flat bucket: all of it does, or none.
@@ -223,17 +224,23 @@ class _Units:
         return min(limit, ceil(sum(sizes) / buckets) + max(sizes, default=limit))
 
     def filled(self, lane: Sequence[str], limit: int) -> Iterator[list[Weight]]:
-        """The weights of each bucket of a lane."""
+        """The weights of each bucket of a lane, each bucket in send order.
+
+        The experts of a layer come out of two large tensors, and are read fastest as they lie.
+        """
         bucket: list[Weight] = []
         size = 0
         for key in lane:
             if bucket and size + self.nbytes[key] > limit:
-                yield bucket
+                yield sorted(bucket, key=self._place)
                 bucket, size = [], 0
             bucket += self.members[key]
             size += self.nbytes[key]
         if bucket:
-            yield bucket
+            yield sorted(bucket, key=self._place)
+
+    def _place(self, weight: Weight) -> int:
+        return self._places[id(weight)]
 
 
 def _tell(what: str, groups: Sequence[str], limit: int) -> None:

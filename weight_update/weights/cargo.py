@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -89,6 +89,7 @@ class Terms:
         in_place: Every value is there already, as it is sent and where it is sent from.
         ranks: Most tensor parallel ranks that one engine has.
         intakes: How each engine, by URL, takes weights.
+        bucket_limit: What no bucket of several tensors is larger than, whatever is chosen.
     """
 
     bucket_bytes: int | None = None
@@ -97,6 +98,18 @@ class Terms:
     in_place: bool = False
     ranks: int = 1
     intakes: Mapping[str, Intake] = field(default_factory=dict)
+    bucket_limit: int | None = None
+
+    def limited(self, chosen: Format) -> Format:
+        """A format whose buckets are no larger than the limit.
+
+        Example:
+            >>> Terms(bucket_limit=5).limited(Format(9, lambda _: True)).bucket_bytes
+            5
+        """
+        if self.bucket_limit is None or chosen.bucket_bytes <= self.bucket_limit:
+            return chosen
+        return replace(chosen, bucket_bytes=self.bucket_limit)
 
 
 @dataclass(frozen=True)

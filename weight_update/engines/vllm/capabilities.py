@@ -31,7 +31,7 @@ PROBED_ROUTES = (
 )
 _BRACKET = (START_ROUTE, UPDATE_ROUTE, FINISH_ROUTE, INIT_ROUTE)
 _PACKED_IN_INIT_SINCE = (0, 28)
-_UNIQUE_ID_SINCE = (0, 28)  # 0.27.1 has none, 0.32.0 has; who has none in between says so
+_UNIQUE_ID_SINCE = (0, 32)  # 0.27.1 has none; those in between were not looked at
 # No bucket is as large: each is one broadcast, and not cut where a buffer would be full.
 _WHOLE_BUCKETS = 1 << 62
 
@@ -46,7 +46,7 @@ class VLLMCapabilities:
         leaves: It drops a group when it is told to (0.32 and later).
         encoder_cache: It says that it has a cache of what a vision tower computed.
         calls_workers: It passes calls on to its workers.
-        unique_id: It joins an NCCL group by the group's id.
+        unique_id: It is told the id of an NCCL group; others look for it in the trainer's store.
         packed_in_init: It is told once how weights are packed, and not with every request.
     """
 

@@ -180,8 +180,8 @@ class VLLMClient:
 
     def wake_up(self, deadline: Deadline, *, tags: Sequence[str] = ()) -> bool:
         """Takes memory back, all of it or what ``tags`` name; whether it is fully awake."""
-        query = "&".join(f"tags={tag}" for tag in tags)
-        answer = json_of(self._post(f"/wake_up?{query}", "continue", deadline))
+        query = "?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""
+        answer = json_of(self._post(f"/wake_up{query}", "continue", deadline))
         if isinstance(answer, dict):
             awake = answer.get("status") == "awake"
         else:  # 0.27 does not say

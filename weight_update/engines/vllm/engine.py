@@ -29,6 +29,7 @@ PAUSE_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 _FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 # What is left of a deadline tells a server whose workers are busy from one that is gone.
 _LABEL_SHARE = 0.6
+_INFO_SHARE = 0.7
 _BACKENDS = {"nccl": "nccl", "gloo": "weight_update_gloo"}
 _EXTENSION = "weight_update.vllm_worker.WorkerExtension"
 
@@ -73,13 +74,20 @@ class VLLMControls:
         self.ranks = self._client.ranks(deadline)
         return release
 
+    def _info(self, deadline: Deadline) -> dict[str, Any]:
+        """Its configuration; a server takes seconds for it the first time, and may do without."""
+        try:
+            return self._client.server_info(deadline.share(_INFO_SHARE))
+        except UpdateTimeout:
+            return {}
+
     def workers(self, deadline: Deadline) -> tuple[str, ...]:
         """None: this is no router."""
         return ()
 
     def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
         """Label, readiness and instance as the server shows them now; all asked for at once."""
-        info = spawn(self._client.server_info, deadline, "plan")
+        info = spawn(self._info, deadline)
         paused = spawn(self._client.paused, deadline) if readiness else None
         label = self.label(deadline)
         told = None if paused is None else paused.result()
@@ -192,7 +200,7 @@ class VLLMEngine(VLLMControls):
         Raises:
             ConfigurationError: No vLLM server, or one that cannot take full updates.
         """
-        info = spawn(self._client.server_info, deadline)
+        info = spawn(self._info, deadline)
         release = self._meet(deadline)
         routes = {route: self._client.has(route, deadline) for route in PROBED_ROUTES}
         self._capabilities = read_capabilities(release, routes, url=self.url)
@@ -240,7 +248,7 @@ class VLLMEngine(VLLMControls):
         self._check_backend(backend)
         ranks = {"rank_offset": rank_offset, "world_size": world_size}
         if backend == "nccl":
-            place = self._nccl_place(group_name, deadline)
+            place = self._nccl_place(address, port, group_name, deadline)
         else:
             place = {"master_address": address, "master_port": port, "group_name": group_name}
             place["packed"] = self._packed
@@ -322,19 +330,19 @@ class VLLMEngine(VLLMControls):
             f"{f'with the backend {has!r}' if has else 'without weight transfer'}",
             engine=self.url,
             phase="connect",
-            remedy=f"start it with {config}{extended}",
+            remedy=f"start it with {config}{extended}{_or_go_by(has)}",
         )
 
-    def _nccl_place(self, group_name: str, deadline: Deadline) -> dict[str, Any]:
-        if not self.capabilities.unique_id or self._unique_id is None:
-            raise ConfigurationError(
-                f"vLLM {self.capabilities.release} joins no NCCL group by the group's id",
-                engine=self.url,
-                phase="connect",
-                remedy="serve with vLLM 0.32.0 or later",
-            )
+    def _nccl_place(
+        self, address: str, port: int, group_name: str, deadline: Deadline
+    ) -> dict[str, Any]:
+        """Where the workers find the group's id, which there is once the trainer joins."""
+        if self._unique_id is None:
+            raise ConfigurationError("no NCCL group has an id here", engine=self.url)
         found = base64.b64encode(self._unique_id(group_name, deadline)).decode()
-        return {"nccl_unique_id_b64": found, **self.capabilities.init_info(packed=self._packed)}
+        rendezvous = {"master_address": address, "master_port": port}
+        place = {"nccl_unique_id_b64": found} if self.capabilities.unique_id else rendezvous
+        return {**place, **self.capabilities.init_info(packed=self._packed)}
 
     def _drop_group(self, deadline: Deadline) -> None:
         """Drops the group before, of whatever trainer: its update may have died in it."""
@@ -344,3 +352,9 @@ class VLLMEngine(VLLMControls):
             self._client.leave_transfer(deadline)
         except EngineRejected:
             return  # an update is open; the new group takes the old one's place all the same
+
+
+def _or_go_by(backend: str) -> str:
+    """The other way out, where the trainer can go by the server's backend."""
+    ours = next((ours for ours, theirs in _BACKENDS.items() if theirs == backend), None)
+    return f", or pass backend={ours!r}" if ours else ""

@@ -14,6 +14,9 @@ from weight_update.facts import Intake, NameCheck
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _DRAFTS = re.compile(r"(?:^|\.)mtp\.")
+# Scales of an fp8 KV cache, which a checkpoint may lack; an engine without such a cache has no
+# place for them, and fails half-way.
+_CACHE_SCALE = re.compile(r"\.[qkv]_scale$")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class VLLMFacts:
         intake: How it takes weights.
         loaded: Names of the weights in its model's folder that it loads; empty when unknown.
         tied: Whether its output layer is its embedding.
+        fp8_cache: Whether its KV cache is in fp8, so that there are scales.
     """
 
     backend: str | None = None
@@ -33,13 +37,22 @@ class VLLMFacts:
     intake: Intake = field(default_factory=Intake)
     loaded: frozenset[str] = frozenset()
     tied: bool = False
+    fp8_cache: bool = False
 
     def check_names(self, names: Sequence[str]) -> NameCheck:
-        """Compares the names of a push with those in the model's folder."""
+        """Compares the names of a push with those in the model's folder.
+
+        Example:
+            >>> VLLMFacts(loaded=frozenset({"a"})).check_names(["a", "b", "attn.k_scale"]).unknown
+            ('b', 'attn.k_scale')
+        """
+        scales = tuple(name for name in names if _CACHE_SCALE.search(name))
+        misplaced = scales if not self.fp8_cache else ()
         if not self.loaded:
-            return NameCheck()
-        unknown, lacking = compare_names(names, self.loaded, tied=self.tied)
-        return NameCheck(True, tuple(unknown), tuple(lacking))
+            return NameCheck(bool(misplaced), misplaced)
+        weights = [name for name in names if not _CACHE_SCALE.search(name)] if scales else names
+        unknown, lacking = compare_names(weights, self.loaded, tied=self.tied)
+        return NameCheck(True, (*unknown, *misplaced), tuple(lacking))
 
 
 def read_facts(info: Mapping[str, Any], cards: Iterable[Mapping[str, Any]]) -> VLLMFacts:
@@ -62,6 +75,7 @@ def read_facts(info: Mapping[str, Any], cards: Iterable[Mapping[str, Any]]) -> V
         intake=_intake(info, model, config, shapes, unread=bool(folder) and not config),
         loaded=loaded,
         tied=bool(_of_text(config, "tie_word_embeddings")),
+        fp8_cache="fp8" in str(_object(info, "cache_config").get("cache_dtype")),
     )
 
 

@@ -42,7 +42,8 @@ class Bracket:
         if self._starts(deadline):
             return was_open
         self.finish(deadline)
-        self._starts(deadline)
+        self.open = True
+        self._client.start_update(deadline)
         return True
 
     def finish(self, deadline: Deadline) -> None:

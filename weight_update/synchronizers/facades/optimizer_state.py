@@ -47,7 +47,7 @@ class OptimizerState:
     an optimizer's step does not survive it.
 
     Args:
-        optimizer: Anything with a ``state``; None has none.
+        optimizer: Anything with a ``state``, or with an ``optimizer`` that has one; None has none.
         model: What must stay where it is.
         devices: Kinds of devices whose memory is given up.
     """
@@ -55,7 +55,8 @@ class OptimizerState:
     def __init__(
         self, optimizer: Any, model: nn.Module | None, devices: Collection[str] = _GPUS
     ) -> None:
-        self._optimizer, self._model, self._devices = optimizer, model, devices
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._model, self._devices = model, devices
         self._hosted: list[_Hosted] = []
         self._guards: list[RemovableHandle] = []
 

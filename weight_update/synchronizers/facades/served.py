@@ -33,6 +33,7 @@ from weight_update.options import (
     read_bucket_bytes,
     read_text,
 )
+from weight_update.synchronizers.leading import leads
 from weight_update.transports.address import check_address
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.name_map import check_name_map
@@ -216,9 +217,12 @@ class ServedGeneration(ABC):
         options: As given.
         needs_offload: As given.
         refit_info: What a policy said it would send.
+        policy: Whose weights the servers get, once there is a synchronizer. Of the ranks of a
+            sharded trainer, which all make a generation, one speaks to the servers.
     """
 
     refit_info: Any = None
+    policy: Any = None
 
     def __init__(
         self,
@@ -277,7 +281,7 @@ class ServedGeneration(ABC):
         for tag in tags or ():
             check_choice("tag", tag, Part)
         wanted = [part for part in PARTS if tags is None or part in tags]
-        if self.needs_offload:
+        if self.needs_offload and self._leads():
             self._on_all(lambda o, d: o.resume(wanted, d))
 
     def finish_generation(self) -> None:
@@ -288,7 +292,7 @@ class ServedGeneration(ABC):
         Raises:
             WeightUpdateError: A server did not do it, or still has requests.
         """
-        if self.needs_offload:
+        if self.needs_offload and self._leads():
             self._on_all(lambda o, d: o.release(d))
 
     def invalidate_kv_cache(self) -> bool:
@@ -304,6 +308,9 @@ class ServedGeneration(ABC):
         """Closes connections; it may be used again."""
         for occupation in self._served:
             occupation.engine.close()
+
+    def _leads(self) -> bool:
+        return self.policy is None or leads(self.policy.source)
 
     def _on_all(self, call: Callable[[Occupation, Deadline], R]) -> list[R]:
         return on_all(self._served, call, Deadline(self.options.timeout))
@@ -323,11 +330,19 @@ def on_all(engines: Sequence[T], call: Callable[[T, Deadline], R], deadline: Dea
     calls = [spawn(call, engine, deadline) for engine in engines]
     wait(calls, timeout=deadline.remaining() + _LATE_SECONDS)
     errors = [error for error in map(_error_of, calls) if error is not None]
-    for other in errors[1:]:
-        errors[0].add_note(f"and {other}")
     if errors:
-        raise errors[0]
+        raise _first_of(errors)
     return [one.result() for one in calls]
+
+
+def _first_of(errors: Sequence[BaseException]) -> BaseException:
+    """The first error, which also names the engines that others of its kind came from."""
+    first, *others = errors
+    for other in others:
+        first.add_note(f"and {other}")
+        if isinstance(first, WeightUpdateError) and isinstance(other, type(first)):
+            first.engines += other.engines
+    return first
 
 
 def _error_of(call: Future[Any]) -> BaseException | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, Unpack, cast
@@ -39,6 +39,8 @@ _TAGS: dict[Part, tuple[str, ...]] = {
     "kv_cache": ("kv_cache", "cuda_graph"),
 }
 
+_LOST = "its weights went with the memory that it freed"
+
 
 class SGLangGeneration(ServedGeneration):
     """SGLang servers that generate with a policy's weights.
@@ -56,6 +58,9 @@ class SGLangGeneration(ServedGeneration):
         needs_offload: Whether the servers free their memory in :meth:`finish_generation` and take
             it back in :meth:`prepare_for_generation`. It takes ``--enable-memory-saver``.
         quantization: How a policy is to quantise weights on the way, if it asks for that.
+        engine_gpu_offsets: For each engine, the trainer's rank that shares a GPU with its first;
+            the others of a colocated engine follow in order. None: engines fill the trainer's
+            GPUs one after the other.
         options: As :class:`~weight_update.SGLangWeightSyncScheme` takes them.
 
     Attributes:
@@ -85,6 +90,7 @@ class SGLangGeneration(ServedGeneration):
         kv_policy: KvPolicy = "flush",
         needs_offload: bool = False,
         quantization: Mapping[str, Any] | None = None,
+        engine_gpu_offsets: Sequence[int] | None = None,
         **options: Unpack[ServerOptions],
     ) -> None:
         check_choice("kv_policy", kv_policy, KvPolicy)
@@ -99,12 +105,14 @@ class SGLangGeneration(ServedGeneration):
         self.rollout_engine_lock = threading.Lock()
         self._quantization = {"scheme": "bf16", **(quantization or {})}
         self._engines = _by_name(engines, given)
+        self._offsets = _offsets_of(self._engines, engine_gpu_offsets)
+        self._delivery: Delivery | None = None
         self._met: dict[str, str | None] = {}
         self._seen: dict[str, str | None] = {}
         super().__init__(
             tuple(self._engines),
             given,
-            lambda name: SGLangServed(self._open(name)),
+            lambda name: SGLangServed(self._open(name), self._doubt),
             needs_offload=needs_offload,
         )
 
@@ -137,9 +145,16 @@ class SGLangGeneration(ServedGeneration):
         if colocated:
             options = replace(options, transport=_shared(options))
         actors = {name: e for name, e in self._engines.items() if name.startswith(SCHEME)}
-        return Delivery(
-            self.urls, options, lambda o, ranks: SGLangDeployment(o, ranks, actors=actors)
+        self._delivery = Delivery(
+            self.urls,
+            options,
+            lambda o, ranks: SGLangDeployment(o, ranks, actors=actors, offsets=self._offsets),
         )
+        return self._delivery
+
+    def _doubt(self, name: str, why: str) -> None:
+        if self._delivery is not None:
+            self._delivery.doubt(name, why)
 
     def _open(self, name: str) -> SGLangEngine:
         http = self.options.http
@@ -160,7 +175,7 @@ class SGLangGeneration(ServedGeneration):
         self._seen = {name: start for name, (start, _) in zip(self.urls, seen, strict=True)}
         counts = [ranks for _, ranks in seen]
         new = sum(name not in self._met or self._met[name] != s for name, s in self._seen.items())
-        offsets = [0, *accumulate(counts)][:-1]
+        offsets = list(self._offsets.values()) or [0, *accumulate(counts)][:-1]
         return list(self._engines.values()), self.rollout_engine_lock, new, counts, offsets
 
     def clear_updatable_num_new_engines(self) -> None:
@@ -195,11 +210,12 @@ class SGLangServed:
 
     Args:
         engine: The engine.
+        doubt: Told by URL, and why, when it has lost its weights.
     """
 
-    def __init__(self, engine: SGLangEngine) -> None:
+    def __init__(self, engine: SGLangEngine, doubt: Callable[[str, str], None]) -> None:
         self.url = engine.url
-        self._engine = engine
+        self._engine, self._doubt = engine, doubt
         self._inspected = False
         self._maybe_paused = False
         self._session: SGLangSession | None = None
@@ -245,6 +261,7 @@ class SGLangServed:
         """
         if part == "weights" and self._engine.forgets_weights:
             self.pause("retract", deadline)
+            self._doubt(self.url, _LOST)
         self._engine.resume_memory(_TAGS[part], deadline)
 
     def flush(self, deadline: Deadline) -> None:
@@ -300,6 +317,21 @@ def _by_name(engines: Any, options: UpdateOptions) -> dict[str, Any]:
     if urls or not given:
         parse_server_urls(urls)  # raises if one is there twice, however it is spelled
     return dict(zip(names, given, strict=True))
+
+
+def _offsets_of(engines: Mapping[str, Any], offsets: Sequence[int] | None) -> dict[str, int]:
+    """The offsets by engine; empty where they follow from the engines' sizes.
+
+    Raises:
+        ConfigurationError: There is not one for each, or one is no rank.
+    """
+    if offsets is None:
+        return {}
+    if len(offsets) != len(engines) or any(not isinstance(n, int) or n < 0 for n in offsets):
+        raise ConfigurationError(
+            f"engine_gpu_offsets={list(offsets)} must be a rank for each of {len(engines)} engines"
+        )
+    return dict(zip(engines, offsets, strict=True))
 
 
 def _name_of(engine: Any, options: UpdateOptions) -> str:

@@ -138,7 +138,12 @@ class VLLMGeneration(ServedGeneration):
 
     def _open_client(self, url: str) -> VLLMClient:
         # One for updates and memory: it knows whether it put the server to sleep.
-        return self._clients.setdefault(url, VLLMClient(url, self.options.http))
+        if url not in self._clients:
+            self._clients[url] = self._make_client(url)
+        return self._clients[url]
+
+    def _make_client(self, url: str) -> VLLMClient:
+        return VLLMClient(url, self.options.http)
 
     def _engines(self) -> list[VLLMServed]:
         return [_of(occupation) for occupation in self._served]
@@ -189,11 +194,16 @@ class VLLMServed:
 
     def resume(self, part: Part, deadline: Deadline) -> None:
         """Takes a part back. The last one would make it generate, which mixed weights must not."""
-        outcome = self._generation.outcome(self.url)
-        if part == PARTS[-1] and outcome is not None and outcome.state is EngineState.MIXED:
-            _log.warning("%s holds mixed weights and sleeps on: the next sync heals it", self.url)
+        if part == PARTS[-1] and self._held():
+            _log.warning("%s is held, and sleeps on: the next sync heals it", self.url)
             return
         self._client.wake_up(deadline, tags=[part])
+
+    def _held(self) -> bool:
+        """Whether an update left it paused, with weights that are not one model's."""
+        outcome = self._generation.outcome(self.url)
+        broken = (EngineState.MIXED, EngineState.UNREACHABLE)
+        return outcome is not None and outcome.paused and outcome.state in broken
 
     def flush(self, deadline: Deadline) -> None:
         """Drops the prefix cache; requests that run are computed anew."""

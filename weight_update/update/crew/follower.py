@@ -21,8 +21,8 @@ from weight_update.update.crew.recipes import told
 from weight_update.update.crew.sharer import Sharer
 from weight_update.waiting import Deadline
 
-# The first bucket waits until all know of it.
-_RELAY_POLL_SECONDS = 0.002
+# The first bucket waits until all know of it, and every one until all have packed it.
+_BUSY_POLL_SECONDS = 0.002
 
 
 class Follower:
@@ -37,6 +37,7 @@ class Follower:
         self._channel = duty.channel
         self._reading = ReadingAlong(duty.weights, duty.reads)
         self._attempt = ""
+        self._packs = False
         self._complained = False
         self._relay = None if duty.relaying is None else duty.relaying.relay
         self._sharer = None if duty.sharing is None else duty.sharing.sharer
@@ -130,6 +131,7 @@ class Follower:
         if sharer is None or self._duty.rank not in message["ranks"]:
             self._reading.then(message.get("reads", ()))
         elif "share" in message:
+            self._packs = True
             weights = self._duty.reads.in_turn(self._duty.weights, _already_announced)
             device = self._device("nccl" if message["on"] == "cuda" else "gloo")
             self._reading.then_do(0, partial(sharer.begin, message["share"], weights, device))
@@ -192,8 +194,8 @@ class Follower:
 
     def _seen(self, key: str, deadline: Deadline) -> dict[str, Any] | None:
         """The message under a key as soon as it is there; None at the deadline."""
-        busy = self._relay is not None or self._sharer is not None
-        for pause in messages.pauses(_RELAY_POLL_SECONDS if busy else messages.LAST_POLL_SECONDS):
+        busy = self._relay is not None or self._packs
+        for pause in messages.pauses(_BUSY_POLL_SECONDS if busy else messages.LAST_POLL_SECONDS):
             message = self._channel.peek(key)
             if message is not None or deadline.expired():
                 return message

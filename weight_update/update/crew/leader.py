@@ -127,6 +127,8 @@ class Leader:
             litter = self._duty.station.litter.setdefault(self._others, [])
             if not self._said:
                 litter.append(messages.fault_key(self._attempt))
+            for rank in message["ranks"] if "pack" in message else ():
+                litter.append(messages.shared_key(self._attempt, rank, message["number"]))
             litter.append(messages.said_key(self._attempt, self._said))
             self._said += 1
             self._channel.post(litter[-1], message)

@@ -31,7 +31,8 @@ def recipe_of(chosen: Format, terms: Terms, options: UpdateOptions) -> dict[str,
     """How others plan what this rank has planned, as a message can hold it."""
     intake = common(terms.intakes, wishes_of(options))
     facts = {name: _plain(getattr(intake, name)) for name in _DECIDING}
-    return {"bucket_bytes": chosen.bucket_bytes, "ranks": terms.ranks, "intake": facts}
+    size = terms.limited(chosen).bucket_bytes
+    return {"bucket_bytes": size, "ranks": terms.ranks, "intake": facts}
 
 
 def plan_by(

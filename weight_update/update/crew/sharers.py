@@ -76,6 +76,7 @@ class Sharers:
         self._wanted = wanted
         self._line: Line | None = None
         self._neighbours: dict[int, Neighbour] = {}
+        self._packers: tuple[int, ...] = ()
         self._number = 0
 
     @property
@@ -106,7 +107,7 @@ class Sharers:
 
     def leave(self) -> None:
         """The update is over; nobody listens any more."""
-        self._line, self.packing = None, False
+        self._line, self._packers, self.packing = None, (), False
 
     def ends(self, ends: Ends, options: UpdateOptions) -> Ends:
         """A way whose buckets they pack too.
@@ -123,22 +124,20 @@ class Sharers:
 
     def check(self) -> None:
         """Raises if one of them has ended, or told of a failure."""
-        line = self._line
-        if line is None:
-            return
-        for rank in self.sharing:
+        for rank in self._packers:
             if self._neighbours[rank].ended():
                 raise has_ended(rank)
-        line.raise_fault()
+        if self._line is not None and self._packers:
+            self._line.raise_fault()
 
     # -- of the packer --------------------------------------------------------------------
 
     def begin(self, recipe: Mapping[str, Any], device: torch.device) -> tuple[int, ...]:
         """Tells them how to plan; returns who they are."""
-        ranks = self.sharing
-        if ranks:
-            self._say({"share": recipe, "on": device.type, "ranks": ranks})
-        return ranks
+        self._packers = self.sharing
+        if self._packers:
+            self._say({"share": recipe, "on": device.type, "ranks": self._packers})
+        return self._packers
 
     @contextmanager
     def packed_too(self, bucket: Bucket, index: int, ranks: Sequence[int]) -> Iterator[int]:
