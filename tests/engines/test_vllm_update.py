@@ -214,13 +214,13 @@ def killed_trainer(server: VLLMServer, moment: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_frozen_request_goes_on_after_the_update(vllm: VLLMServer, mode: str) -> None:
-    request = in_flight(vllm)
     with delivery_to(vllm, pause_mode=mode) as delivery:
+        delivery.connect()
+        request = in_flight(vllm)
         report = push(delivery, vllm_llama(SEED_B))
     request.wait_for(FIRST_TOKENS)
-    answer = request.cut()
+    request.cut()
 
-    assert answer["finish_reason"] == "abort"  # by the test
     tokens = request.tokens
     anew = is_of_both(PROMPT, tokens, SEED_A, SEED_B, at_least=FIRST_TOKENS)
     assert anew == (mode == "retract")  # else it goes on from what the old weights computed
@@ -228,8 +228,9 @@ def test_a_frozen_request_goes_on_after_the_update(vllm: VLLMServer, mode: str) 
 
 
 def test_abort_ends_requests_in_flight_with_what_they_have(vllm: VLLMServer) -> None:
-    request = in_flight(vllm)
     with delivery_to(vllm, pause_mode="abort") as delivery:
+        delivery.connect()
+        request = in_flight(vllm)
         push(delivery, vllm_llama(SEED_B))
 
     answer = request.end()
@@ -322,7 +323,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "extra_args": ("--tensor-parallel-size", "2"),
         "variables": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     },
-    OLDER: {"engine": OLDER},
+    OLDER: {"engine": OLDER, "lora": False},
 }
 
 

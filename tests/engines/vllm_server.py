@@ -36,6 +36,7 @@ class VLLMServer(EngineServer):
         extra_args: Sequence[str] = (),
         *,
         engine: str = ENGINE,
+        lora: bool = True,
         backend: str = "weight_update_gloo",
         variables: Mapping[str, str] | None = None,
     ) -> None:
@@ -44,6 +45,7 @@ class VLLMServer(EngineServer):
         self.model_dir = model_dir
         self._extra_args = tuple(extra_args)
         self._backend = backend
+        self._lora = lora
         self._variables = variables or {}
 
     def command(self) -> Sequence[str]:
@@ -52,7 +54,7 @@ class VLLMServer(EngineServer):
         model = ("--model", str(self.model_dir), "--served-model-name", MODEL)
         weights = ("--weight-transfer-config", json.dumps({"backend": self._backend}))
         extension = ("--worker-extension-cls", EXTENSION)
-        lora = ("--enable-lora", "--max-lora-rank", str(LORA_RANK))
+        lora = ("--enable-lora", "--max-lora-rank", str(LORA_RANK)) if self._lora else ()
         port = ("--port", str(self.port))
         return [launcher, *model, *port, *weights, *extension, *lora, *self._extra_args]
 

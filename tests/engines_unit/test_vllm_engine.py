@@ -228,6 +228,17 @@ def test_a_server_of_another_backend_is_refused_with_how_to_start_it(
     assert not served.stub.asked
 
 
+@pytest.mark.parametrize(("release", "objects"), [("0.27.1", True), ("0.32.0", False)])
+def test_a_release_that_loads_nothing_under_adapters_is_refused(
+    vllm, server, answer, release: str, objects: bool
+) -> None:
+    served = vllm(release)
+    info = {"lora_config": {"max_lora_rank": 8}}
+    server.answers["/server_info?config_format=json"] = answer(body={"vllm_config": info})
+
+    assert ("--enable-lora" in (served.engine().objection("abort") or "")) == objects
+
+
 def test_a_group_that_is_not_theirs_any_more_is_not_dropped(vllm) -> None:
     served = vllm()
     engine = served.engine()

@@ -232,7 +232,7 @@ def test_an_actor_that_hangs_is_waited_for_until_the_deadline(
     sync = synchronizer(handle, kit.llama(1), timeout=8.0)
     sync.sync_weights()
     asked(handle, "break_next", "pause_generation", "40")
-    with pytest.raises(UpdateTimeout, match="pause: .*no answer"):
+    with pytest.raises(UpdateTimeout, match=r"pause: .*no answer"):
         sync.sync_weights()
 
 

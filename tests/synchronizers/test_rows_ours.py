@@ -15,7 +15,7 @@ from weight_update.synchronizers import (
     NoSurvivingShards,
     SGLangColocatedWeightSynchronizer,
     SGLangDisaggregatedWeightSynchronizer,
-    carriers,
+    leading,
 )
 from weight_update.weights.stream import Stream
 
@@ -69,15 +69,17 @@ def test_the_delivery_is_told_where_the_engines_are_and_how_long_it_may_take(row
 
 @EVERY
 def test_a_share_of_what_is_free_limits_buckets(row: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("NRL_REFIT_BUFFER_MEMORY_RATIO", str(40 / FREE_BYTES))
+    buffers = 2 if row.endswith("colocated") else 1
+    monkeypatch.setenv("NRL_REFIT_BUFFER_MEMORY_RATIO", str(buffers * 40 / FREE_BYTES))
     sync, _ = made(row)
     sync.sync_weights()
     assert sync.generation.packer.sizes == [32, 32]
 
 
 @EVERY
-def test_a_size_that_is_given_is_that_of_a_bucket(row: str):
-    sync, journal = made(row, refit_buffer_size_gb=16 / 1024**3)
+def test_a_size_that_is_given_is_that_of_a_bucket_or_of_two_on_a_shared_device(row: str):
+    buffers = 2 if row.endswith("colocated") else 1
+    sync, journal = made(row, refit_buffer_size_gb=buffers * 16 / 1024**3)
     sync.sync_weights()
     assert sync.generation.packer.sizes == [16, 16, 16, 16]
     assert "P.free" not in journal.calls
@@ -179,8 +181,8 @@ def test_a_group_is_made_where_the_model_is():
 def test_of_the_ranks_that_hold_a_model_one_makes_the_group(
     rank: int, joined: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(carriers, "open_channel", lambda: SimpleNamespace(rank=rank, ranks=2))
-    monkeypatch.setattr(carriers, "readers_of", lambda source, ranks: set(range(ranks)))
+    monkeypatch.setattr(leading, "open_channel", lambda: SimpleNamespace(rank=rank, ranks=2))
+    monkeypatch.setattr(leading, "readers_of", lambda source, ranks: set(range(ranks)))
     sync, journal = made("vllm apart")
     sync.init_communicator()
     assert [call for call in journal.take() if call.startswith("E.")] == joined

@@ -218,6 +218,25 @@ def test_a_buffer_is_announced_when_the_one_before_was_taken(trainer: Trainer) -
     assert call.result(SECONDS) == {}
 
 
+def test_what_follows_the_last_bucket_is_waited_for_before_the_update_counts(
+    trainer: Trainer,
+) -> None:
+    shelf = Shelf()
+    shelf.slow = True
+    call = receive(only(trainer.connect()), shelf)
+    trainer.begin()
+    trainer.bring(bucket_of({"w": torch.ones(1)}))
+
+    completed = spawn(trainer.complete)
+    assert shelf.stalled.wait(SECONDS)
+    with pytest.raises(TimeoutError):
+        completed.result(0.2)
+    shelf.go_on.set()
+
+    assert completed.result(SECONDS) == [{}]
+    assert call.result(SECONDS) == {}
+
+
 # ---- what is refused
 
 

@@ -32,6 +32,7 @@ class Shelf:
         self.weights: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.Tensor] = {}
         self.unfinished = False
+        self.slow = False
         self.stalled = threading.Event()
         self.go_on = threading.Event()
 
@@ -52,6 +53,9 @@ class Shelf:
             self.unfinished = True
 
     def complete(self) -> None:
+        if self.slow:
+            self.stalled.set()
+            self.go_on.wait(SECONDS)
         self.weights.update(self.fresh)
         self.unfinished = False
 

@@ -81,6 +81,18 @@ class Delivery:
 
         self._ranks.connect(connect, Deadline(self.timeout), self._urls)
 
+    def together(self, source: Callable[[], Any], step: Callable[[], object]) -> None:
+        """Runs a step on every rank that takes part in updates; it ends when all have ended.
+
+        Args:
+            source: Returns what updates send, which tells who takes part.
+            step: Does this rank's part.
+
+        Raises:
+            WeightUpdateError: A step failed, on whichever rank; it is the same on all.
+        """
+        self._ranks.together(source, step, Deadline(self.timeout), self._urls)
+
     def update(
         self,
         source: Callable[[], Any],
@@ -175,7 +187,7 @@ class Delivery:
         self._urls = [known for known in self._urls if known != url]
 
     def doubt(self, url: str, why: str) -> None:
-        """Notes that a server does not hold what it was given any more.
+        """Notes, between updates, that a server lost what it was given.
 
         It counts as mixed, and is not resumed, until it took a whole model.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from weight_update.errors import ConfigurationError
+from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import TrainerRanks, UpdateOptions
 from weight_update.report import UpdateReport
 from weight_update.transports.rank_channel import open_channel
@@ -22,6 +23,9 @@ from weight_update.waiting import Deadline
 from weight_update.weights.shards.readers import readers_of
 
 _log = logging.getLogger("weight_update")
+
+# Who was interrupted tells those who have come, and waits for nobody else.
+_FAREWELL_SECONDS = 1.0
 
 
 class PushPayload(Protocol):
@@ -41,6 +45,7 @@ class Ranks:
     """
 
     def __init__(self, trainer_ranks: TrainerRanks = "one") -> None:
+        self._trainer_ranks: TrainerRanks = trainer_ranks
         self._relaying: Relaying | None = None
         if trainer_ranks == "node":
             self._relaying = Relaying(Relay(_open_end), Relays())
@@ -98,6 +103,41 @@ class Ranks:
         crew.run(lead, deadline, engines)
         self.followed = not crew.leads
         return None
+
+    def together(
+        self,
+        source: Callable[[], Any],
+        step: Callable[[], object],
+        deadline: Deadline,
+        engines: Sequence[str],
+    ) -> None:
+        """Runs a step here, and waits until every rank that takes part in updates has run its own.
+
+        Args:
+            source: Returns what updates send.
+            step: Does this rank's part.
+            deadline: By when every rank must have come.
+            engines: URLs of what this rank means to update.
+
+        Raises:
+            WeightUpdateError: A step failed; it is the same on all ranks.
+        """
+        channel = open_channel()
+        ranks = set() if channel is None else takers(source(), channel.ranks, self._trainer_ranks)
+        if len(ranks) < 2:
+            step()
+            return
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            _meet(ranks, error, deadline, engines)
+        except BaseException as interrupt:
+            words = WeightUpdateError(f"it was interrupted by {type(interrupt).__name__}")
+            with suppress(WeightUpdateError):
+                _meet(ranks, words, deadline.at_most(_FAREWELL_SECONDS), engines)
+            raise
+        else:
+            _meet(ranks, None, deadline, engines)
 
     def update(
         self,
@@ -164,6 +204,35 @@ class Ranks:
                 rank,
                 ranks,
             )
+
+
+def takers(source: Any, ranks: int, trainer_ranks: TrainerRanks) -> set[int]:
+    """Ranks of the trainer that take part in its updates; none where each would run its own.
+
+    Args:
+        source: What an update is given.
+        ranks: How many ranks the trainer has.
+        trainer_ranks: As in the options.
+
+    Example:
+        >>> takers({}, 2, "one"), takers({}, 2, "node")
+        (set(), {0, 1})
+    """
+    return readers_of(source, ranks) or set(range(ranks if trainer_ranks == "node" else 0))
+
+
+def _meet(
+    ranks: Collection[int], trouble: Exception | None, deadline: Deadline, engines: Sequence[str]
+) -> None:
+    """Waits for all ranks; raises on each of them what went wrong on one."""
+    crew = Crew.without_weights(ranks, trouble, open_channel)
+    assert crew is not None, "several ranks read together, and this is one of them"
+
+    def lead() -> UpdateReport:
+        crew.lead()
+        return UpdateReport(0, 0, 0, 0, {}, {})
+
+    crew.run(lead, deadline, engines)
 
 
 def refuse_background(source: Any, trainer_ranks: TrainerRanks) -> None:

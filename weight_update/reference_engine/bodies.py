@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from itertools import chain
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -195,7 +196,7 @@ def parse(kind: type[_T], data: object) -> _T:
     """
     if not isinstance(data, Mapping):
         raise BodyError("1 validation errors: body: Input should be an object")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
     wrong = [
         f"body.{name}: {problem}"
@@ -205,6 +206,12 @@ def parse(kind: type[_T], data: object) -> _T:
     if wrong:
         raise BodyError(f"{len(wrong)} validation errors: " + "; ".join(wrong))
     return kind(**{name: data[name] for name in known if name in data})
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """What the fields are; ``get_type_hints`` makes it of text, each time anew."""
+    return get_type_hints(kind)
 
 
 def _problem(data: Mapping[str, Any], entry: Field[Any], hint: Any) -> str:
@@ -242,7 +249,7 @@ def _words(hint: Any) -> str:
 
 def schema(kind: type[Any], missing: frozenset[str]) -> dict[str, Any]:
     """Return the JSON schema of a body without the ``missing`` fields, as far as probes read it."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     known = [entry for entry in fields(kind) if f"{kind.__name__}.{entry.name}" not in missing]
     required = [entry.name for entry in known if _problem({}, entry, Any)]
     properties = {entry.name: {"title": _words(hints[entry.name])} for entry in known}

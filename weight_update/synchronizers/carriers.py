@@ -75,6 +75,9 @@ class Reading:
         self.delivery = generation.delivery(colocated=colocated, timeout_s=timeout_s, policy=policy)
         generation.policy = policy
         self._urls = tuple(generation.urls)
+        # Where engines share the device, the size is that of all it costs there: two buckets,
+        # one of which is filled while the other is read.
+        self._buckets = 2 if colocated else 1
         self._due = False
 
     def announce(self) -> None:
@@ -112,10 +115,13 @@ class Reading:
         return self.delivery.update(
             self._policy.source,
             whole=True,
-            bucket_bytes=None if gigabytes is None else explicit_bytes(gigabytes),
-            bucket_limit=share_of(free()) if gigabytes is None else None,
+            bucket_bytes=self._part(explicit_bytes(gigabytes)) if gigabytes is not None else None,
+            bucket_limit=self._part(share_of(free())) if gigabytes is None else None,
             extra={name: torch.tensor([scale]) for name, scale in (scales or {}).items()},
         )
+
+    def _part(self, buffer_bytes: int) -> int:
+        return max(1, buffer_bytes // self._buckets)
 
 
 class HandingOver:

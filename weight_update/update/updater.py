@@ -275,11 +275,10 @@ class Updater:
                 member.engine.close()
 
     def doubt(self, url: str, why: str) -> None:
-        """Notes that an engine does not hold what it was given any more; a full push heals it."""
-        with self._exclusively(Deadline(self.options.timeout, self._clock)):
-            for member in self.roster.members:
-                if member.url == url:
-                    member.state, member.doubt = EngineState.MIXED, member.doubt or why
+        """Notes, between updates, that an engine lost what it was given; a full push heals it."""
+        for member in self.roster.members:
+            if member.url == url:
+                member.state, member.doubt = EngineState.MIXED, member.doubt or why
 
     def shutdown(self) -> None:
         """Gives the group up on both ends; safe to call at any time, repeatedly."""

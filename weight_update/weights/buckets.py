@@ -124,8 +124,8 @@ def plan_buckets(
     A tensor or a group larger than that travels alone. The experts of a layer stay together
     where they fit, and are divided between experts where they do not, or where ``even`` buckets are
     fewer for it. Tensors that are packed come before those that travel as they are. Inside a packed
-    bucket, every offset is a multiple of the item size: engines read each tensor in place and refuse
-    an offset that breaks an item.
+    bucket, every offset is a multiple of the item size: engines read each tensor in place, and
+    refuse an offset that breaks an item.
 
     Args:
         weights: The weights, in send order.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from weight_update.bench.bare import BareBroadcasts
 from weight_update.bench.gpu.colocated import GIBIBYTE, row_of
+from weight_update.bench.gpu.limit import HugeBroadcast
 from weight_update.bench.gpu.models import BigModel, Family, change
 from weight_update.bench.gpu.rounds import Measured, Site
 from weight_update.bench.rows import Pair, Row
@@ -42,9 +42,8 @@ def apart_rows(
     source = model.build(device)
     tensors = [weight.read().detach() for weight in extract_weights(source)]
     site = Site(url, device, source, lambda seed: change(source, seed))
-    with BareBroadcasts(tensors, devices[1:]) as bare:
-        bare.flat()
-        measured = site.measure(rounds, bare.flat)
+    with HugeBroadcast(sum(tensor.nbytes for tensor in tensors), devices) as limit:
+        measured = site.measure(rounds, limit.seconds)
     theirs = time_settings(tensors, devices, rounds)
     promised = model.is_whole and device.type == "cuda"
     aims = _AIMS[model.family] if promised else (None, None, None)

@@ -32,6 +32,7 @@ PROBED_ROUTES = (
 _BRACKET = (START_ROUTE, UPDATE_ROUTE, FINISH_ROUTE, INIT_ROUTE)
 _PACKED_IN_INIT_SINCE = (0, 28)
 _UNIQUE_ID_SINCE = (0, 32)  # 0.27.1 has none; those in between were not looked at
+_LOADS_UNDER_LORA_SINCE = (0, 32)  # 0.27.1 does not, 0.32.0 does
 # No bucket is as large: each is one broadcast, and not cut where a buffer would be full.
 _WHOLE_BUCKETS = 1 << 62
 
@@ -47,6 +48,7 @@ class VLLMCapabilities:
         encoder_cache: It says that it has a cache of what a vision tower computed.
         calls_workers: It passes calls on to its workers.
         unique_id: It is told the id of an NCCL group; others look for it in the trainer's store.
+        loads_under_lora: Its loaders find the layers that adapters are wrapped around.
         packed_in_init: It is told once how weights are packed, and not with every request.
     """
 
@@ -56,6 +58,7 @@ class VLLMCapabilities:
     encoder_cache: bool = False
     calls_workers: bool = True
     unique_id: bool = True
+    loads_under_lora: bool = True
     packed_in_init: bool = True
 
     def init_info(self, *, packed: bool) -> dict[str, Any]:
@@ -114,6 +117,7 @@ def read_capabilities(release: str, routes: Mapping[str, bool], *, url: str) -> 
         encoder_cache=routes[ENCODER_CACHE_ROUTE],
         calls_workers=routes[RPC_ROUTE],
         unique_id=number is None or number >= _UNIQUE_ID_SINCE,
+        loads_under_lora=number is None or number >= _LOADS_UNDER_LORA_SINCE,
         packed_in_init=number is None or number >= _PACKED_IN_INIT_SINCE,
     )
 

@@ -222,7 +222,12 @@ class VLLMEngine(VLLMControls):
         return self._facts.intake
 
     def objection(self, mode: PauseMode) -> str | None:
-        """None: every pause mode stops a server whose release has them."""
+        """Why this server cannot be updated; None when it can, whatever the pause mode."""
+        if self._facts.lora and not self.capabilities.loads_under_lora:
+            return (
+                f"vLLM {self.capabilities.release} with --enable-lora loads no weights by the "
+                "names of its checkpoint; serve without it, or with vLLM 0.32.0 or later"
+            )
         return None
 
     def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:

@@ -26,6 +26,7 @@ class VLLMFacts:
     Attributes:
         backend: Of its weight transfer; empty when it has none, None when it does not say.
         extension: The class that its workers were extended by; empty when none.
+        lora: Whether it wraps layers for adapters.
         intake: How it takes weights.
         loaded: Names of the weights in its model's folder that it loads; empty when unknown.
         tied: Whether its output layer is its embedding.
@@ -34,6 +35,7 @@ class VLLMFacts:
 
     backend: str | None = None
     extension: str = ""
+    lora: bool = False
     intake: Intake = field(default_factory=Intake)
     loaded: frozenset[str] = frozenset()
     tied: bool = False
@@ -72,6 +74,7 @@ def read_facts(info: Mapping[str, Any], cards: Iterable[Mapping[str, Any]]) -> V
     return VLLMFacts(
         backend=_backend(info),
         extension=str(parallel.get("worker_extension_cls") or ""),
+        lora=bool(_object(info, "lora_config")),
         intake=_intake(info, model, config, shapes, unread=bool(folder) and not config),
         loaded=loaded,
         tied=bool(_of_text(config, "tie_word_embeddings")),
