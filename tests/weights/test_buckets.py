@@ -310,6 +310,49 @@ def test_groups_travel_in_the_order_of_their_first_members(
     assert first_seen(sent) == first_seen([w.spec.name for w in weights])
 
 
+def experts(layers: int, count: int, nbytes: int) -> list[Weight]:
+    """Layers with as many experts of three equal weights."""
+    return [
+        weight(f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight", torch.int8, (size,))
+        for layer in range(layers)
+        for expert in range(count)
+        for part, size in (("gate", nbytes), ("up", nbytes), ("down", nbytes))
+    ]
+
+
+@pytest.mark.parametrize(("even", "requests"), [(True, 3), (False, 4)])
+def test_sets_of_more_than_half_a_bucket_are_divided_if_the_size_is_free_and_that_saves_requests(
+    even: bool, requests: int
+) -> None:
+    weights = experts(layers=4, count=10, nbytes=2)  # four sets of 60 bytes
+
+    plan = plan_buckets(weights, 100, even=even)
+
+    assert plan.requests == requests
+    for bucket in plan.buckets:
+        groups = [group_of(spec.name) for spec in bucket.specs]
+        assert all(groups.count(group) == 3 for group in groups)
+
+
+def test_sets_stay_together_where_dividing_them_saves_nothing() -> None:
+    plan = plan_buckets(experts(layers=4, count=10, nbytes=2), 120, even=True)
+
+    homes = [
+        {set_of(group_of(spec.name) or "") for spec in bucket.specs} for bucket in plan.buckets
+    ]
+    assert [len(home) for home in homes] == [2, 2]
+    assert not homes[0] & homes[1]
+
+
+def test_a_bucket_is_in_send_order() -> None:
+    weights = experts(layers=1, count=3, nbytes=2)
+    by_part = sorted(weights, key=lambda weight: "down" in weight.spec.name)
+
+    (bucket,) = plan_buckets(by_part, 100).buckets
+
+    assert list(bucket.weights) == by_part
+
+
 def attention(sizes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> list[Weight]:
     return [
         weight(f"model.layers.0.self_attn.{part}_proj.weight", dtype, (size,))

@@ -74,7 +74,7 @@ class Delivery:
         Args:
             device: Where the weights live; None takes the current GPU, or else the CPU.
         """
-        self._refuse_fork()
+        self.refuse_fork()
 
         def connect() -> None:
             self._updater.connect(device or default_device())
@@ -116,7 +116,7 @@ class Delivery:
             bucket_limit: What no bucket of several tensors is larger than, whatever is chosen.
             extra: Tensors that are sent after those of the source.
         """
-        self._refuse_fork()
+        self.refuse_fork()
         counted = counted or _nothing
 
         def count(version: int) -> Sequence[str]:
@@ -168,20 +168,20 @@ class Delivery:
             counted: Called with the new version before any engine continues.
             progress: Told of each phase and of each confirmed bucket.
         """
-        self._refuse_fork()
+        self.refuse_fork()
         self._updater.await_return()
         return self.update(source, counted, progress=progress)
 
     def add_engine(self, url: str) -> None:
         """Adds a server from the next update on."""
-        self._refuse_fork()
+        self.refuse_fork()
         (url,) = parse_server_urls(url)
         self._updater.add_engine(url)
         self._urls.append(url)
 
     def remove_engine(self, url: str) -> None:
         """Takes a server out of the fleet; it drops the group and is asked nothing any more."""
-        self._refuse_fork()
+        self.refuse_fork()
         (url,) = parse_server_urls(url)
         self._updater.remove_engine(url)
         self._urls = [known for known in self._urls if known != url]
@@ -216,7 +216,7 @@ class Delivery:
         Raises:
             RuntimeError: No group was made, or a server failed.
         """
-        self._refuse_fork()
+        self.refuse_fork()
         return self._updater.rehearse(plan)
 
     def check_connection(self) -> bool:
@@ -225,7 +225,7 @@ class Delivery:
 
     def flush_cache(self) -> bool:
         """Flushes the prefix cache of every server; False if one did not (the log says why)."""
-        self._refuse_fork()
+        self.refuse_fork()
         return self._updater.flush_cache()
 
     def shutdown(self) -> None:
@@ -261,7 +261,8 @@ class Delivery:
             return extracted
         return match_metadata(extracted, self._metadata)
 
-    def _refuse_fork(self) -> None:
+    def refuse_fork(self) -> None:
+        """Raises ConfigurationError in a fork of the process that made it."""
         # A fork shares the parent's sockets but has none of its threads: half an update would
         # leave the parent's engines paused.
         if os.getpid() != self._process:

@@ -208,10 +208,7 @@ def parse(kind: type[_T], data: object) -> _T:
     return kind(**{name: data[name] for name in known if name in data})
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    """What the fields are; ``get_type_hints`` makes it of text, each time anew."""
-    return get_type_hints(kind)
+_hints: Any = cache(get_type_hints)  # which makes them of text, each time anew
 
 
 def _problem(data: Mapping[str, Any], entry: Field[Any], hint: Any) -> str:

@@ -143,7 +143,7 @@ class SGLangCollectiveTransport(Delivery):
         """
         if self.rank != 0:
             raise WeightUpdateError("Only rank 0 can initialise the weight-update group")
-        self._refuse_fork()
+        self.refuse_fork()
         self._metadata = None if model_metadata is None else dict(model_metadata)
         self.connect(device)
 

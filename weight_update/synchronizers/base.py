@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,7 +22,9 @@ from weight_update.synchronizers.buffer_size import check_buffer_size
 from weight_update.synchronizers.carriers import Carrier, HandingOver, Reading, are_ours
 from weight_update.synchronizers.exchange import Exchange
 from weight_update.synchronizers.interface import Timer, WeightSynchronizer
+from weight_update.synchronizers.kv_scales import check_kv_scales
 from weight_update.synchronizers.resolve import asked
+from weight_update.update.turns import one_at_a_time
 
 TRANSFER_LABEL = "prepare_for_generation/transfer_and_update_weights"
 
@@ -60,14 +64,16 @@ class DeliverySynchronizer(WeightSynchronizer):
         self.report: UpdateReport | None = None
         self._refit_buffer_size_gb = refit_buffer_size_gb
         self._refit_timeout_s = refit_timeout_s
-        self._stale = True
+        self._changes = itertools.count(1)
+        self._changed, self._fresh = 0, -1
+        self._busy = threading.Lock()
         self._refuse_in_place()
         self._carrier = self._carry()
 
     @property
     def is_stale(self) -> bool:
         """Whether engines may hold other weights than the policy's last synchronised ones."""
-        return self._stale
+        return self._fresh != self._changed
 
     def init_communicator(self) -> None:
         """Tells the engines what will come; rows that need a group beforehand make it.
@@ -75,6 +81,7 @@ class DeliverySynchronizer(WeightSynchronizer):
         Raises:
             WeightUpdateError: A side refused, or did not come.
         """
+        self._carrier.delivery.refuse_fork()
         asked("prepare_refit_info", self._carrier.announce)
         if self.connects_first:
             self._carrier.connect()
@@ -83,20 +90,20 @@ class DeliverySynchronizer(WeightSynchronizer):
         self, *, timer: Timer | None = None, kv_scales: Mapping[str, float] | None = None
     ) -> dict[str, float] | None:
         """Runs one update between the row's phases; see :class:`WeightSynchronizer`."""
-        self._stale = True
+        begun = self._outdate()
         self._object(kv_scales)
         try:
-            with self._phases(), _timed(timer):
-                self.report = self._push(kv_scales)
+            with self._exclusively(), self._phases(), _timed(timer):
+                self.report = report = self._push(kv_scales)
         except WeightUpdateError as error:
             error.report = error.report or self._standing(error)
             raise
-        self._stale = False
-        return metrics(self.report)
+        self._fresh = begun
+        return metrics(report)
 
     def shutdown(self) -> None:
         """Gives the group up on both ends; may be repeated."""
-        self._stale = True
+        self._outdate()
         self._carrier.delivery.shutdown()
 
     # -- what a row says --------------------------------------------------------------------
@@ -111,6 +118,7 @@ class DeliverySynchronizer(WeightSynchronizer):
 
     def _object(self, kv_scales: Mapping[str, float] | None) -> None:
         """Raises what speaks against a refit, before any phase starts."""
+        check_kv_scales(kv_scales)
         if kv_scales is not None and not self.takes_kv_scales:
             raise ConfigurationError(
                 f"{type(self).__name__} and its engines do not support kv_scales; got "
@@ -120,7 +128,28 @@ class DeliverySynchronizer(WeightSynchronizer):
             )
         check_buffer_size(self._refit_buffer_size_gb)
         self._refuse_in_place()
+        self._carrier.delivery.refuse_fork()
         self._carrier.check()
+
+    # -- one sync after the other -------------------------------------------------------------
+
+    def _outdate(self) -> int:
+        """Makes it stale; a sync that began earlier does not make it fresh any more."""
+        self._changed = next(self._changes)
+        return self._changed
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Phases of two syncs would undo each other."""
+        patience = self._carrier.delivery.timeout
+        with one_at_a_time(id(self)):
+            if not self._busy.acquire(timeout=patience):
+                text = f"another sync was still running after {patience:.1f} s"
+                raise UpdateTimeout(text, phase="plan")
+            try:
+                yield
+            finally:
+                self._busy.release()
 
     # -- phases -----------------------------------------------------------------------------
 
@@ -135,6 +164,9 @@ class DeliverySynchronizer(WeightSynchronizer):
             f"generation.prepare_for_generation(tags=[{tag!r}])",
             lambda: self.generation.prepare_for_generation(tags=[tag]),
         )
+
+    def _restoring(self, *steps: Step) -> AbstractContextManager[list[Step]]:
+        return restoring(*steps, together=self._carrier.together)
 
     def _prepare_weights(self) -> None:
         self._prepare("weights")
@@ -188,11 +220,21 @@ class DeliverySynchronizer(WeightSynchronizer):
         return UpdateReport(delivery.version, 0, 0, 0, {}, engines)
 
 
+def _alone(step: Step) -> None:
+    step()
+
+
 @contextmanager
-def restoring(*steps: Step) -> Iterator[list[Step]]:
+def restoring(*steps: Step, together: Callable[[Step], object] = _alone) -> Iterator[list[Step]]:
     """Runs all steps afterwards, in order, whatever happened and whichever of them fails.
 
-    Gives the list of steps, which may grow meanwhile. What went wrong first is raised.
+    Gives the list of steps, which may grow meanwhile. What went wrong first is raised, and the
+    others are noted on it; an interrupt comes before all.
+
+    Args:
+        steps: What is run.
+        together: Runs a step where nothing went wrong: with the trainer's other ranks. They have
+            failed as well otherwise, or never come.
 
     Example:
         >>> with restoring(lambda: print("restored")) as later:
@@ -204,21 +246,28 @@ def restoring(*steps: Step) -> Iterator[list[Step]]:
     try:
         yield later
     except BaseException as error:
-        for trouble in _troubles(later):
-            error.add_note(f"and afterwards: {trouble!r}")
-        raise
-    for trouble in _troubles(later):
-        raise trouble
+        raise _first_of([error, *_troubles(later, _alone)])
+    troubles = _troubles(later, together)
+    if troubles:
+        raise _first_of(troubles)
 
 
-def _troubles(steps: list[Step]) -> list[BaseException]:
+def _troubles(steps: list[Step], together: Callable[[Step], object]) -> list[BaseException]:
     found: list[BaseException] = []
     for step in steps:
         try:
-            step()
+            (_alone if found else together)(step)
         except BaseException as error:  # noqa: BLE001 - raised when all steps have run
             found.append(error)
     return found
+
+
+def _first_of(errors: list[BaseException]) -> BaseException:
+    first = next((e for e in errors if not isinstance(e, Exception)), errors[0])
+    for error in errors:
+        if error is not first:
+            first.add_note(f"and besides: {error!r}")
+    return first
 
 
 def _timed(timer: Timer | None) -> AbstractContextManager[Any]:

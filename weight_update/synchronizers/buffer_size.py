@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from math import isfinite
 
 from weight_update.errors import ConfigurationError
@@ -13,7 +14,7 @@ _GIBIBYTE = 1024**3
 
 
 def check_buffer_size(gigabytes: float | None) -> None:
-    """Raises ConfigurationError unless a size is None or above zero, and the ratio is readable.
+    """Raises ConfigurationError unless a size is None or some bytes, and the ratio is readable.
 
     Example:
         >>> check_buffer_size(0)
@@ -22,8 +23,16 @@ def check_buffer_size(gigabytes: float | None) -> None:
     """
     if gigabytes is None:
         memory_ratio()
-    elif not gigabytes > 0:
+        return
+    if isinstance(gigabytes, bool) or not isinstance(gigabytes, (int, float)):
+        raise ConfigurationError(f"refit_buffer_size_gb must be a number, and is {gigabytes!r}")
+    if not gigabytes > 0:
         raise ConfigurationError(f"refit_buffer_size_gb must be > 0, and is {gigabytes}")
+    if not 1 <= gigabytes * _GIBIBYTE <= sys.maxsize:
+        raise ConfigurationError(
+            f"refit_buffer_size_gb={gigabytes} must be at least a byte, and less than "
+            f"{sys.maxsize // _GIBIBYTE + 1} GiB"
+        )
 
 
 def memory_ratio() -> float:

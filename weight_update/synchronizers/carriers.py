@@ -42,6 +42,9 @@ class Carrier(Protocol):
     def check(self) -> None:
         """Raises what speaks against a refit; called before any phase starts."""
 
+    def together(self, step: Callable[[], object]) -> None:
+        """Runs a step on every rank of the trainer, and ends when all have ended, alike on all."""
+
     def recover(self) -> None:
         """Has the generation replace what died, if it does such."""
 
@@ -94,6 +97,14 @@ class Reading:
 
     def check(self) -> None:
         """Nothing: the update objects before it pauses anything."""
+
+    def together(self, step: Callable[[], object]) -> None:
+        """Runs a step on every rank that takes part in updates.
+
+        Memory of a GPU is free when all of its ranks have made room, and a rank that fails does
+        so on all: nobody waits for one that does not come any more.
+        """
+        self.delivery.together(lambda: asked("policy.source()", self._policy.source), step)
 
     def recover(self) -> None:
         """Nothing: the update takes restarted engines back by itself."""
@@ -150,6 +161,10 @@ class HandingOver:
     def check(self) -> None:
         """Raises what speaks against a refit."""
         self._exchange.check()
+
+    def together(self, step: Callable[[], object]) -> None:
+        """Runs a step: this is the driver of all workers."""
+        step()
 
     def recover(self) -> None:
         """Has the generation replace what died."""

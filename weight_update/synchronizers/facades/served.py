@@ -310,7 +310,7 @@ class ServedGeneration(ABC):
             occupation.engine.close()
 
     def _leads(self) -> bool:
-        return self.policy is None or leads(self.policy.source)
+        return self.policy is None or leads(self.policy.source, self.options.trainer_ranks)
 
     def _on_all(self, call: Callable[[Occupation, Deadline], R]) -> list[R]:
         return on_all(self._served, call, Deadline(self.options.timeout))

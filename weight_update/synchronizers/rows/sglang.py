@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weight_update.errors import ConfigurationError, MissingSetting, WeightUpdateError
-from weight_update.synchronizers.base import DeliverySynchronizer, restoring
+from weight_update.synchronizers.base import DeliverySynchronizer
 from weight_update.synchronizers.exchange import Exchange, Refit
 from weight_update.synchronizers.resolve import resolve
 from weight_update.waiting import Deadline
@@ -164,11 +164,11 @@ class SGLangColocatedWeightSynchronizer(DeliverySynchronizer):
 
     @contextmanager
     def _phases(self) -> Iterator[None]:
-        with restoring(self._restore) as later:
-            self._offload()
+        with self._restoring(self._restore) as later:
+            self._carrier.together(self._offload)
             self._carrier.recover()
             later.append(self._prepare_kv_cache)
-            self._prepare_weights()
+            self._carrier.together(self._prepare_weights)
             yield
 
 
@@ -184,8 +184,8 @@ class SGLangDisaggregatedWeightSynchronizer(DeliverySynchronizer):
     @contextmanager
     def _phases(self) -> Iterator[None]:
         self._carrier.recover()
-        with restoring(self._prepare_kv_cache):
-            self._prepare_weights()
+        with self._restoring(self._prepare_kv_cache):
+            self._carrier.together(self._prepare_weights)
             yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from weight_update.synchronizers.base import DeliverySynchronizer, restoring
+from weight_update.synchronizers.base import DeliverySynchronizer
 from weight_update.synchronizers.exchange import Exchange, Refit, checked
 from weight_update.synchronizers.membership import (
     RefitMembership,
@@ -172,10 +172,10 @@ class IPCWeightSynchronizer(DeliverySynchronizer):
 
     @contextmanager
     def _phases(self) -> Iterator[None]:
-        with restoring(self._restore) as later:
-            self._offload()
+        with self._restoring(self._restore) as later:
+            self._carrier.together(self._offload)
             later.append(self._prepare_kv_cache)
-            self._prepare_weights()
+            self._carrier.together(self._prepare_weights)
             yield
 
 
@@ -222,7 +222,7 @@ class CollectiveWeightSynchronizer(DeliverySynchronizer):
     @contextmanager
     def _phases(self) -> Iterator[None]:
         if self._releases:
-            self._offload()
+            self._carrier.together(self._offload)
         yield
 
     def reconcile_communicator(
@@ -234,8 +234,9 @@ class CollectiveWeightSynchronizer(DeliverySynchronizer):
             NoSurvivingShards: No engine would be left.
             WeightUpdateError: An engine refused, or did not come.
         """
-        if not self._carrier.choose(absent_shards, force=force):
-            return False
-        self._stale = True
-        self._carrier.connect()
-        return True
+        with self._exclusively():
+            if not self._carrier.choose(absent_shards, force=force):
+                return False
+            self._outdate()
+            self._carrier.connect()
+            return True
