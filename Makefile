@@ -1,8 +1,9 @@
 # make demo          set up, then train a policy whose weights reach a live engine every step
 # make demo ENGINE=sglang    the same against a real SGLang server (see make engines)
 # make test          set up, then run the tests
-# make engines       install the real engines for the CPU, each in its own environment
-#                    (or some of them: make engines ENGINES="sglang-0.5.23 vllm-0.32.0")
+# make engines       install the real engines for the CPU, each in its own environment, but for the
+#                    optional ones (scripts/engines/optional.txt); or those that are named:
+#                    make engines ENGINES="sglang-0.5.23 vllm-0.27.1"
 # make check         ruff, formatting, types
 # make soak          1,000 updates with faults under traffic (half an hour); soak.svg is its picture
 #

@@ -14,8 +14,9 @@ from weight_update.synchronizers import (
     IPCWeightSynchronizer,
     SGLangDisaggregatedWeightSynchronizer,
 )
-from weight_update.synchronizers.exchange import Exchange, Refit
+from weight_update.synchronizers.exchange import Refit
 from weight_update.synchronizers.hand_over import hand_over
+from weight_update.synchronizers.rows.vllm import IPCExchange
 
 from .nemo import INFO_BYTES, Journal, NemoPolicy, NemoSGLang, NemoVLLM
 
@@ -132,10 +133,4 @@ def test_an_error_before_the_update_tells_what_engines_hold():
 
 def test_weights_of_workers_are_not_copied_here():
     with pytest.raises(ConfigurationError, match="are not here"):
-        hand_over(Exchange(NemoPolicy(Journal()), NemoVLLM(Journal()))).snapshot(Refit(1))
-
-
-def test_an_exchange_with_nothing_to_do_is_an_update_too():
-    delivery = hand_over(Exchange(NemoPolicy(Journal()), NemoVLLM(Journal())))
-    with pytest.raises(WeightUpdateError, match="nothing is transferred"):
-        delivery.update(lambda: Refit(1), whole=True)
+        hand_over(IPCExchange(NemoPolicy(Journal()), NemoVLLM(Journal()))).snapshot(Refit(1))

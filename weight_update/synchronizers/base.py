@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,10 +20,17 @@ from weight_update.errors import (
 from weight_update.options import check_positive
 from weight_update.report import EngineState, UpdateReport
 from weight_update.synchronizers.buffer_size import check_buffer_size
-from weight_update.synchronizers.carriers import Carrier, HandingOver, Reading, are_ours
+from weight_update.synchronizers.carriers import (
+    Carrier,
+    HandingOver,
+    Reading,
+    is_reachable,
+    is_readable,
+)
 from weight_update.synchronizers.exchange import Exchange
 from weight_update.synchronizers.interface import Timer, WeightSynchronizer
 from weight_update.synchronizers.kv_scales import check_kv_scales
+from weight_update.synchronizers.protocols import Generation, Policy
 from weight_update.synchronizers.resolve import asked
 from weight_update.update.turns import one_at_a_time
 
@@ -52,8 +60,8 @@ class DeliverySynchronizer(WeightSynchronizer):
 
     def __init__(
         self,
-        policy: Any,
-        generation: Any,
+        policy: Policy,
+        generation: Generation,
         refit_buffer_size_gb: float | None = None,
         *,
         refit_timeout_s: float | None = None,
@@ -112,9 +120,9 @@ class DeliverySynchronizer(WeightSynchronizer):
         """What happens before and after an update, and after a failed one all the same."""
         return nullcontext()
 
+    @abstractmethod
     def _exchange(self) -> Exchange:
         """What NeMo-RL's own policy and generation do in this row."""
-        raise NotImplementedError
 
     def _object(self, kv_scales: Mapping[str, float] | None) -> None:
         """Raises what speaks against a refit, before any phase starts."""
@@ -177,14 +185,10 @@ class DeliverySynchronizer(WeightSynchronizer):
     # -- the update -------------------------------------------------------------------------
 
     def _carry(self) -> Carrier:
-        if not are_ours(self.policy, self.generation):
-            return HandingOver(self._exchange())
-        return Reading(
-            self.policy,
-            self.generation,
-            colocated=self.colocated,
-            timeout_s=self._refit_timeout_s,
-        )
+        policy, generation, seconds = self.policy, self.generation, self._refit_timeout_s
+        if is_readable(policy) and is_reachable(generation):
+            return Reading(policy, generation, colocated=self.colocated, timeout_s=seconds)
+        return HandingOver(self._exchange())
 
     def _push(self, kv_scales: Mapping[str, float] | None) -> UpdateReport:
         try:
@@ -246,7 +250,10 @@ def restoring(*steps: Step, together: Callable[[Step], object] = _alone) -> Iter
     try:
         yield later
     except BaseException as error:
-        raise _first_of([error, *_troubles(later, _alone)])
+        first = _first_of([error, *_troubles(later, _alone)])
+        if first is not error:
+            raise first from error
+        raise
     troubles = _troubles(later, together)
     if troubles:
         raise _first_of(troubles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -16,7 +16,12 @@ from weight_update.synchronizers.exchange import Exchange, Refit
 from weight_update.synchronizers.hand_over import hand_over
 from weight_update.synchronizers.leading import leads
 from weight_update.synchronizers.membership import present_shards
-from weight_update.synchronizers.protocols import Served, Source
+from weight_update.synchronizers.protocols import (
+    Generation,
+    Policy,
+    ReachableGeneration,
+    ReadablePolicy,
+)
 from weight_update.synchronizers.resolve import asked
 from weight_update.weights.extract import device_of
 
@@ -72,7 +77,12 @@ class Reading:
     """
 
     def __init__(
-        self, policy: Source, generation: Served, *, colocated: bool, timeout_s: float | None
+        self,
+        policy: ReadablePolicy,
+        generation: ReachableGeneration,
+        *,
+        colocated: bool,
+        timeout_s: float | None,
     ) -> None:
         self._policy, self._generation = policy, generation
         self.delivery = generation.delivery(colocated=colocated, timeout_s=timeout_s, policy=policy)
@@ -182,15 +192,18 @@ class HandingOver:
         return self.delivery.update(lambda: Refit(size, scales), whole=True)
 
 
-def are_ours(policy: Any, generation: Any) -> bool:
-    """Whether the policy's weights can be read here, and brought to the generation.
-
-    A class tells, and not an object: a mock has whatever it is asked for.
-    """
-    return _has(policy, "source") and _has(generation, "delivery")
+def is_readable(policy: Policy) -> TypeGuard[ReadablePolicy]:
+    """Whether a policy's weights can be read here."""
+    return _has(policy, "source")
 
 
-def _has(side: Any, method: str) -> bool:
+def is_reachable(generation: Generation) -> TypeGuard[ReachableGeneration]:
+    """Whether a generation's engines can be spoken to from here."""
+    return _has(generation, "delivery")
+
+
+def _has(side: object, method: str) -> bool:
+    # A class tells, and not an object: a mock has whatever it is asked for.
     return callable(getattr(type(side), method, None))
 
 

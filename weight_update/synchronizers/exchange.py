@@ -29,7 +29,7 @@ class Refit:
 
 
 class Exchange:
-    """What a row's two sides do in each step; by default there is nothing to do.
+    """What a row's two sides do in each step; but for the transfer there may be nothing to do.
 
     Args:
         policy: Sends.
@@ -90,7 +90,7 @@ class Exchange:
 
     def transfer(self, refit: Refit, deadline: Deadline) -> None:
         """Has the policy send and the generation receive; raises unless all came."""
-        raise WeightUpdateError("nothing is transferred here", phase="transfer")
+        raise NotImplementedError
 
     def end(self) -> None:
         """Ends the update."""

@@ -14,6 +14,7 @@ from weight_update.options import check_positive
 from weight_update.synchronizers.base import DeliverySynchronizer
 from weight_update.synchronizers.buffer_size import check_buffer_size
 from weight_update.synchronizers.interface import WeightSynchronizer
+from weight_update.synchronizers.protocols import Cluster, Generation, Policy
 from weight_update.synchronizers.rows import later
 from weight_update.synchronizers.rows.dynamo import DynamoWeightSynchronizer
 from weight_update.synchronizers.rows.sglang import (
@@ -37,12 +38,12 @@ _COLLECTIVES = {"vllm": CollectiveWeightSynchronizer, "dynamo": DynamoWeightSync
 
 
 def create_weight_synchronizer(
-    policy: Any,
-    generation: Any,
+    policy: Policy,
+    generation: Generation,
     generation_backend: str,
     colocated: bool,
-    train_cluster: Any = None,
-    inference_cluster: Any = None,
+    train_cluster: Cluster | None = None,
+    inference_cluster: Cluster | None = None,
     refit_buffer_size_gb: float | None = None,
     refit_timeout_s: float | None = None,
 ) -> WeightSynchronizer:
@@ -74,12 +75,11 @@ def create_weight_synchronizer(
     row = _ROWS.get((generation_backend, bool(colocated)))
     if row is not None:
         return row(policy, generation, refit_buffer_size_gb, refit_timeout_s=refit_timeout_s)
-    asked.check_collective(train_cluster, inference_cluster)
+    clusters = asked.checked_clusters(train_cluster, inference_cluster)
     return _COLLECTIVES[generation_backend](
         policy,
         generation,
-        train_cluster,
-        inference_cluster,
+        *clusters,
         refit_timeout_s,
         release_grads_before_refit=asked.releases,
         refit_buffer_size_gb=refit_buffer_size_gb,
@@ -90,8 +90,8 @@ def create_weight_synchronizer(
 class _Asked:
     """A deployment that is asked for, and what speaks against it."""
 
-    policy: Any
-    generation: Any
+    policy: Policy
+    generation: Generation
     backend: str
     colocated: bool
 
@@ -155,8 +155,10 @@ class _Asked:
         if self._transport not in (None, _RESHARD):
             raise later.checkpoint_engine(self._transport, self.backend, colocated=self.colocated)
 
-    def check_collective(self, train_cluster: Any, inference_cluster: Any) -> None:
-        """Raises unless one group can span trainer and engines."""
+    def checked_clusters(
+        self, train_cluster: Cluster | None, inference_cluster: Cluster | None
+    ) -> tuple[Cluster, Cluster]:
+        """Both clusters, if one group can span trainer and engines; raises if not."""
         if train_cluster is None or inference_cluster is None:
             raise ConfigurationError(
                 "train_cluster and inference_cluster are required where trainer and engines do "
@@ -167,6 +169,7 @@ class _Asked:
             raise later.nccl_reshard()
         if self.backend == "trtllm":
             raise later.trtllm()
+        return train_cluster, inference_cluster
 
 
 def _setting(side: Any, *path: str) -> Any:

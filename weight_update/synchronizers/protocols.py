@@ -6,7 +6,7 @@ alone; :func:`~weight_update.synchronizers.resolve.resolve` waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,37 +16,37 @@ from weight_update.delivery.delivery import Delivery
 class Policy(Protocol):
     """A trainer."""
 
-    def offload_before_refit(self) -> None:
+    def offload_before_refit(self) -> object:
         """Frees memory that the engines need during a refit."""
 
-    def offload_after_refit(self) -> None:
+    def offload_after_refit(self) -> object:
         """Ends what :meth:`offload_before_refit` began."""
 
-    def prepare_refit_info(self) -> Mapping[str, Any] | None:
+    def prepare_refit_info(self) -> Any:
         """Names, shapes and dtypes of what will be sent."""
 
-    def get_free_memory_bytes(self) -> int:
-        """Memory that is free for a buffer, the least of all workers."""
+    def get_free_memory_bytes(self) -> Any:
+        """Memory that is free for a buffer, of the worker that has the least."""
 
 
 class Generation(Protocol):
     """Engines."""
 
-    def prepare_for_generation(self, *, tags: Sequence[str]) -> None:
+    def prepare_for_generation(self, *, tags: Sequence[str]) -> object:
         """Takes memory back for ``"weights"`` or ``"kv_cache"``; may be repeated."""
 
-    def prepare_refit_info(self, info: Any) -> None:
+    def prepare_refit_info(self, info: Any, /) -> object:
         """Learns what will come."""
 
 
-class Source(Policy, Protocol):
+class ReadablePolicy(Policy, Protocol):
     """A trainer whose weights can be read here, such as a :class:`TorchPolicy`."""
 
     def source(self) -> Any:
         """What a delivery takes: a module, a mapping, a checkpoint or a stream."""
 
 
-class Served(Generation, Protocol):
+class ReachableGeneration(Generation, Protocol):
     """Engines that can be spoken to from here, such as a :class:`SGLangGeneration`.
 
     Attributes:

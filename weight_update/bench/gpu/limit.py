@@ -56,7 +56,11 @@ class HugeBroadcast:
         Raises:
             RuntimeError: They did not come; the text has what they said.
         """
-        self._ask(self._job)
+        try:
+            self._ask(self._job)
+        except BaseException:
+            self._end(patience=0.0)
+            raise
         return self
 
     def seconds(self) -> float:
@@ -87,11 +91,14 @@ class HugeBroadcast:
         trace: TracebackType | None,
     ) -> None:
         """Ends both."""
+        self._end(patience=_END_SECONDS if kind is None else 0.0)
+
+    def _end(self, patience: float) -> None:
         with suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
         try:
-            self._process.wait(_END_SECONDS if kind is None else 0.0)
+            self._process.wait(patience)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

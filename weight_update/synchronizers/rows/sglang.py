@@ -6,7 +6,7 @@ what :mod:`weight_update.update.procedure` does: layout, pause, begin, send, end
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Layout:
     lock: Any = None
 
 
-class SGLangExchange(Exchange):
+class SGLangExchange(Exchange, ABC):
     """What both placements share: the engines' layout, and the session around the transfer."""
 
     holds = True

@@ -14,6 +14,7 @@ from weight_update.synchronizers.membership import (
     plan_refit_membership,
     present_shards,
 )
+from weight_update.synchronizers.protocols import Cluster, Generation, Policy
 from weight_update.synchronizers.resolve import resolve
 from weight_update.waiting import Deadline
 
@@ -60,7 +61,7 @@ class CollectiveExchange(Exchange):
         self,
         policy: Any,
         generation: Any,
-        clusters: tuple[Any, Any],
+        clusters: tuple[Cluster, Cluster],
         timeout_s: float | None = None,
     ) -> None:
         super().__init__(policy, generation, timeout_s)
@@ -198,10 +199,10 @@ class CollectiveWeightSynchronizer(DeliverySynchronizer):
 
     def __init__(
         self,
-        policy: Any,
-        generation: Any,
-        train_cluster: Any,
-        inference_cluster: Any,
+        policy: Policy,
+        generation: Generation,
+        train_cluster: Cluster,
+        inference_cluster: Cluster,
         refit_timeout_s: float | None = None,
         *,
         release_grads_before_refit: bool = False,

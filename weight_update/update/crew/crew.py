@@ -78,16 +78,16 @@ class Crew:
     def without_weights(
         cls,
         ranks: Collection[int],
-        trouble: Exception,
+        trouble: Exception | None,
         open_channel: OpenChannel,
         relaying: Relaying | None = None,
         sharing: Sharing | None = None,
     ) -> Crew | None:
-        """The crew of a rank that could not extract what the others wait to read with it.
+        """The crew of a rank that has nothing to read: it failed before, or all only meet.
 
         Args:
             ranks: Who takes part; none if nothing is read together.
-            trouble: What went wrong; all of them will raise it.
+            trouble: What went wrong; all of them will raise it. None where nothing did.
             open_channel: As in :meth:`of`.
             relaying: As in :meth:`of`.
             sharing: Likewise.
