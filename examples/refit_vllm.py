@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--model", help="checkpoint that it serves; needed with --server")
     parser.add_argument("--colocated", action="store_true", help="it opens the trainer's memory")
     parser.add_argument("--device", default="cpu", help="where the trainer's model is")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of training")
     args = parser.parse_args()
     if args.server and not args.model:
         parser.error("--server needs --model, the checkpoint that the server serves")

@@ -102,7 +102,7 @@ class WeightUpdateError(RuntimeError):
     def _next_steps(report: UpdateReport) -> list[str]:
         held = any(outcome.held for outcome in report.engines.values())
         lost = [o.url for o in report.engines.values() if o.state == "unreachable"]
-        heal = "push again, or call recover(); a whole model heals and resumes them"
+        heal = "push again, or call a sender's recover(); a whole model heals and resumes them"
         revive = f"look at {', '.join(lost)}, restart what is down; the next push takes it back"
         return [step for step, due in ((heal, held), (revive, lost)) if due]
 

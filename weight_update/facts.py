@@ -86,6 +86,8 @@ class Intake:
         drafts: It runs a draft model beside the one that is served.
         partial_modules: It takes some of the weights that it fuses into one, and keeps the
             others as they were.
+        whole_layers: It makes each layer anew of what an update brought for it, in whichever
+            requests: what an update lacks of a layer is garbage then.
         any_shape: A push may bring other shapes than the one before.
         shapes: Of the weights in its model's folder, by name; empty when unknown.
         offline: Why it takes no weights from a group, in words; None when it does.
@@ -104,6 +106,7 @@ class Intake:
     requantises: bool = False
     drafts: bool = False
     partial_modules: bool = True
+    whole_layers: bool = False
     any_shape: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     offline: str | None = None

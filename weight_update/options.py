@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 from tempfile import TemporaryFile
 from typing import Any, Literal, cast, get_args
 from urllib.parse import urlsplit
@@ -42,6 +42,9 @@ ADMIN_API_KEY_VARIABLE = "WEIGHT_UPDATE_ADMIN_API_KEY"
 MASTER_ADDRESS_VARIABLE = "WEIGHT_UPDATE_MASTER_ADDRESS"
 BUCKET_BYTES_VARIABLE = "WEIGHT_UPDATE_BUCKET_BYTES"
 DIRECTORY_VARIABLE = "WEIGHT_UPDATE_DIRECTORY"
+
+# Three years: what the clocks of all systems below can count.
+_LONGEST_SECONDS = 1e8
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -239,9 +242,11 @@ def check_positive(name: str, value: Any, number: type = int) -> None:
     if value is None and number is int:
         return
     kinds = (int,) if number is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < inf:
         what = "a whole number" if number is int else "a finite number of seconds"
         raise ConfigurationError(f"{name}={value!r} must be {what} above zero")
+    if number is not int and value > _LONGEST_SECONDS:
+        raise ConfigurationError(f"{name}={value!r} is longer than any wait can be")
 
 
 def check_port(port: Any) -> None:

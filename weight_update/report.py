@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -102,7 +103,7 @@ class Route:
     Attributes:
         way: ``broadcast``, ``ipc``, ``disk``, or ``request`` for an adapter.
         backend: What carried them, such as ``nccl`` or ``gloo``; ``none`` where no group did.
-        bucket_bytes: No bucket of several tensors was larger.
+        bucket_bytes: No bucket of several tensors was larger; ``sys.maxsize`` for no bound.
         reasons: What was chosen and why; empty where nothing had to be.
 
     Example:
@@ -118,7 +119,9 @@ class Route:
     def __str__(self) -> str:
         why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
         over = "" if self.backend == "none" else f" over {self.backend}"
-        return f"by {self.way}{over}, in buckets of {_amount(self.bucket_bytes)}{why}"
+        bounded = self.bucket_bytes < sys.maxsize  # what hands weights over itself has no buckets
+        buckets = f", in buckets of {_amount(self.bucket_bytes)}" if bounded else ""
+        return f"by {self.way}{over}{buckets}{why}"
 
 
 @dataclass(frozen=True)
@@ -227,12 +230,11 @@ class UpdateReport:
     @property
     def headline(self) -> str:
         """The report in one line, engines left out."""
-        plural = "" if self.buckets == 1 else "s"
         still = self.seconds.get("paused")
         paused = "" if still is None else f", paused {1e3 * still:.0f} ms"
         return (
-            f"version {self.version}: {self.tensors} tensors, {_amount(self.bytes)} in "
-            f"{self.buckets} bucket{plural}, {self.gigabytes_per_second:.2f} GB/s, "
+            f"version {self.version}: {_count(self.tensors, 'tensor')}, {_amount(self.bytes)} in "
+            f"{_count(self.buckets, 'bucket')}, {self.gigabytes_per_second:.2f} GB/s, "
             f"{1e3 * self.seconds.get('total', 0.0):.0f} ms{paused} ({self._phases()})"
         )
 
@@ -245,6 +247,10 @@ class UpdateReport:
     def _phases(self) -> str:
         phases = [(k, v) for k, v in self.seconds.items() if k not in ("total", "paused")]
         return ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in phases)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _amount(size: int) -> str:

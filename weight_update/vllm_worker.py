@@ -1,4 +1,4 @@
-"""The part of the library that runs inside vLLM's workers; it imports torch and vLLM alone.
+"""The part of the library that runs inside vLLM's workers; it imports torch, vLLM and ZMQ alone.
 
 Name it when a server starts: ``--worker-extension-cls weight_update.vllm_worker.WorkerExtension``,
 with the folder that holds ``weight_update`` on its ``PYTHONPATH``. With

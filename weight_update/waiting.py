@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
+from itertools import repeat
 from traceback import clear_frames
 from typing import TypeVar
 
@@ -71,6 +72,18 @@ class Deadline:
     def sleep(self, seconds: float) -> None:
         """Lets ``seconds`` pass."""
         self._clock.sleep(seconds)
+
+
+def retry_pauses() -> Iterator[float]:
+    """Seconds between two tries of a call that is refused for a while: short ones first.
+
+    Example:
+        >>> from itertools import islice
+        >>> list(islice(retry_pauses(), 7))
+        [0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0]
+    """
+    yield from (0.02, 0.05, 0.1, 0.2, 0.5)
+    yield from repeat(1.0)
 
 
 def spawn(call: Callable[..., T], *args: object) -> Future[T]:

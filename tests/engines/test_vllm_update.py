@@ -98,10 +98,23 @@ def test_a_complete_module_alone_is_replaced_and_the_others_stay(vllm: VLLMServe
 
 # ---- what is refused before anything is paused
 
-QKV = "model.layers.0.self_attn.q_proj.weight"
+QKV, OUT = (f"model.layers.0.self_attn.{module}.weight" for module in ("q_proj", "o_proj"))
+
+
+def some_of(seed: int, *names: str) -> dict[str, torch.Tensor]:
+    weights = vllm_llama(seed).state_dict()
+    return {name: weights[name] for name in names}
+
+
 REFUSED: dict[str, tuple[Any, type[WeightUpdateError], str]] = {
     "a part of a fused module": (
-        lambda: {QKV: vllm_llama(SEED_B).state_dict()[QKV]},
+        lambda: some_of(SEED_B, QKV),
+        ConfigurationError,
+        "incomplete",
+    ),
+    "a weight without its bias": (lambda: some_of(SEED_B, OUT), ConfigurationError, "incomplete"),
+    "a bias without its weight": (
+        lambda: some_of(SEED_B, OUT.replace("weight", "bias")),
         ConfigurationError,
         "incomplete",
     ),
@@ -163,6 +176,16 @@ def test_a_failed_update_holds_the_server_until_the_next_whole_push(
 
     assert not vllm.is_paused()
     assert serves(vllm, SEED_C)
+
+
+def test_a_stream_in_another_order_than_the_models_is_served(vllm: VLLMServer) -> None:
+    """Of the alphabet, as in many files: the parts of a layer come in several buckets."""
+    weights = sorted(vllm_llama(SEED_B).state_dict().items())
+    with delivery_to(vllm, bucket_bytes=BUCKET_BYTES // 10) as delivery:
+        report = push(delivery, Stream(weights, whole=True))
+
+    assert report.buckets > 10
+    assert serves(vllm, SEED_B)
 
 
 def test_a_source_that_breaks_off_leaves_a_server_that_the_next_push_heals(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from weight_update.engines.vllm.client import VLLMClient, update_request
+from weight_update.engines.vllm.lora import VLLMAdapterEngine
 from weight_update.errors import EngineRejected
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
@@ -64,9 +65,9 @@ CALLS: dict[str, tuple[Call, str, Any]] = {
     "sleep": (lambda c, d: c.sleep(2, d, mode="wait"), "/sleep?level=2&mode=wait", {}),
     "wake up": (lambda c, d: c.wake_up(d, tags=["weights"]), "/wake_up?tags=weights", {}),
     "rpc": (
-        lambda c, d: c.rpc("method", d, args=[1], kwargs={"a": 2}),
+        lambda c, d: c.rpc("method", d, kwargs={"a": 2}),
         "/collective_rpc",
-        {"method": "method", "args": [1], "kwargs": {"a": 2}},
+        {"method": "method", "args": [], "kwargs": {"a": 2}},
     ),
 }
 
@@ -157,3 +158,19 @@ def test_it_knows_whether_it_put_the_server_to_sleep(server, answer, client: VLL
     assert client.asleep
     assert client.wake_up(soon())
     assert not client.asleep
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_key_that_routes_of_adapters_do_not_take_is_told_before_any_pause(
+    server, answer, status: int
+) -> None:
+    """Routes of weights take any key: only a look at the others tells."""
+    server.answers["/version"] = answer(body={"version": "0.32.0"})
+    server.answers["/v1/models"] = answer(status, {"error": "Unauthorized"})
+    folders: Any = None
+    engine = VLLMAdapterEngine(server.url, HttpOptions(api_key="wrong"), folders)
+
+    with pytest.raises(EngineRejected, match="Unauthorized") as caught:
+        engine.inspect(soon())
+
+    assert (caught.value.phase, "api_key=" in caught.value.remedy) == ("connect", True)

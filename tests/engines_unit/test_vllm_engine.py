@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -174,6 +175,23 @@ def vllm(server, answer) -> Any:
     return make
 
 
+@pytest.mark.parametrize(
+    ("route", "words"),
+    [
+        ("/version", r"no vLLM server answers here .*root URL \(without /v1\)"),
+        ("/pause", "without the routes that change weights .*VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_a_server_that_takes_no_updates_is_refused_with_what_it_lacks(
+    server, answer, vllm, route: str, words: str
+) -> None:
+    served = vllm()
+    server.answers[route] = answer(404, {"detail": "Not Found"})
+
+    with pytest.raises(ConfigurationError, match=words):
+        served.engine()
+
+
 def test_workers_join_a_gloo_group_by_the_rendezvous_that_every_engine_uses(vllm) -> None:
     served = vllm()
     engine = served.engine()
@@ -237,6 +255,35 @@ def test_a_release_that_loads_nothing_under_adapters_is_refused(
     server.answers["/server_info?config_format=json"] = answer(body={"vllm_config": info})
 
     assert ("--enable-lora" in (served.engine().objection("abort") or "")) == objects
+
+
+@pytest.mark.parametrize(("instance", "resumed"), [("1", False), ("2", True)])
+def test_layers_that_wait_for_weights_are_remembered_until_the_server_starts_anew(
+    vllm, answer, instance: str, resumed: bool
+) -> None:
+    fake = vllm()
+    engine = fake.engine()
+    engine.session("broadcast").open(soon())
+    info = {"instance_id": instance}
+    fake.stub.answers["/server_info?config_format=json"] = answer(body={"vllm_config": info})
+
+    engine.inspect(soon())
+
+    with nullcontext() if resumed else pytest.raises(EngineRejected, match="wait for weights"):
+        engine.resume(soon())
+    assert (fake.stub.asked[-1].path == "/resume") == resumed
+
+
+def test_workers_that_cannot_open_memory_are_refused_when_they_are_met(vllm, answer) -> None:
+    fake = vllm()
+    words = "'CPUWorker' object has no attribute 'weight_update_place'"
+    fake.stub.answers["/collective_rpc"] = answer(500, {"error": {"message": words}})
+
+    with pytest.raises(ConfigurationError, match="--worker-extension-cls") as caught:
+        fake.engine(by_memory=True)
+
+    assert caught.value.phase == "connect"
+    fake.engine()  # a broadcast does not need it
 
 
 def test_a_group_that_is_not_theirs_any_more_is_not_dropped(vllm) -> None:

@@ -42,6 +42,11 @@ class FakeClient(VLLMClient):
         self.results: Any = [{}, {}]
         self.over = threading.Event()
         self.told: Mapping[str, Any] = {}
+        self.finished = 0
+
+    def finish_update(self, deadline: Deadline) -> None:
+        self.finished += 1
+        raise EngineRejected("finish_weight_update called without a matching start", engine=URL)
 
     def rpc(self, method: str, deadline: Deadline, **settings: Any) -> list[Any]:
         if method == "weight_update_place":
@@ -126,6 +131,20 @@ def test_a_whole_update_leaves_an_engine_that_may_generate() -> None:
 
     assert not update.bracket.open
     assert update.channel.closed
+
+
+def test_an_update_that_a_broadcast_left_open_is_ended_once_all_layers_are_whole() -> None:
+    update = Update()
+    update.bracket.suspect = True
+
+    update.open()
+    update.apply()
+    assert update.client.finished == 0
+    update.close()
+
+    assert update.client.finished == 1  # that none was open is no failure
+    assert not update.bracket.open
+    assert not update.bracket.suspect
 
 
 def test_every_worker_has_a_socket_that_is_named_after_its_gpu() -> None:

@@ -50,6 +50,12 @@ def greedy(model: Any) -> list[int]:
     return [int(token) for token in tokens[0, len(PROMPT) :]][:TOKENS]
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_earlier_tests() -> None:
+    """What they left must not be freed while this one counts."""
+    gc.collect()
+
+
 @pytest.fixture(scope="module")
 def models() -> tuple[Any, Any]:
     return tiny(0).cuda(), tiny(1).cuda()

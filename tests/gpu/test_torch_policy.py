@@ -134,8 +134,7 @@ def test_a_gpu_that_is_full_loses_nothing_and_can_be_tried_again():
     trained = Trained()
     values = [tensor.clone() for tensor in trained.tensors()]
     trained.policy.offload_before_refit()
-    free, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction(max(1e-6, (total - free) / total / 2))
+    torch.cuda.set_per_process_memory_fraction(1e-6)  # whatever other processes hold
     try:
         with pytest.raises(RuntimeError, match=r"offload_after_refit\(\) again"):
             trained.policy.offload_after_refit()

@@ -229,9 +229,11 @@ def test_a_worker_that_numbers_its_gpus_otherwise_opens_the_right_one(
 ) -> None:
     weights = weights_of(6, torch.device("cuda", 1))
     trainer = Trainer(device=torch.device("cuda", 1))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with monkeypatch.context() as only_the_workers:
+        only_the_workers.setenv("CUDA_VISIBLE_DEVICES", "1")
+        other = Worker("cuda:0")
 
-    with Worker("cuda:0") as other:
+    with other:
         said = trainer.push(other, weights)
 
     trainer.close()

@@ -75,7 +75,7 @@ def test_an_error_with_a_report_shows_the_state_of_every_engine(
     head, line, remedy = str(error).splitlines()
     assert head == "transfer: broken"
     assert line.strip() == "http://a:1 mixed (version unknown, paused): 2 of 4"
-    assert "push again, or call recover(); a whole model heals" in remedy
+    assert "push again, or call a sender's recover(); a whole model heals" in remedy
 
 
 @every_error

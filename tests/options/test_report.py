@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from weight_update.report import EngineOutcome, EngineState, UpdateReport
+from weight_update.report import EngineOutcome, EngineState, Route, UpdateReport
 
 
 def make_report(**more) -> UpdateReport:
@@ -44,6 +45,14 @@ def test_a_report_reads_as_one_line_an_engine_and_one_a_warning() -> None:
         "  http://b:1 mixed (version unknown, paused): weights new, cache stale",
         "  warning: the cache was not flushed",
     ]
+
+
+def test_a_report_counts_one_thing_in_the_singular() -> None:
+    assert "1 tensor, 4.00 MB in 1 bucket," in make_report(tensors=1, buckets=1).headline
+
+
+def test_a_route_without_a_bound_names_no_size_of_a_bucket() -> None:
+    assert str(Route("request", "none", sys.maxsize)) == "by request"
 
 
 def test_a_report_is_plain_json() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.vllm_fake import FakeVLLM, checkpoint, signature
-from weight_update import EngineState, VLLMWeightSender, VLLMWeightSyncScheme
+from weight_update import EngineState, Stream, VLLMWeightSender, VLLMWeightSyncScheme
 from weight_update.errors import ConfigurationError, WeightUpdateError
 
 OLD, NEW = signature(checkpoint(0)), signature(checkpoint(1))
@@ -88,6 +88,30 @@ def test_weights_arrive_in_every_format_and_size(
 
     assert [server.served() for server in servers] == [NEW, NEW]
     assert (report.buckets > 1) == (bucket_bytes is not None)
+
+
+def test_a_stream_may_bring_the_parts_of_a_layer_in_different_buckets(
+    servers: list[FakeVLLM],
+) -> None:
+    """The order of the alphabet is that of many files: o_proj lies between k_proj and q_proj."""
+    with sender_for(servers, bucket_bytes=600) as made:
+        made.update_weights(Stream(sorted(checkpoint(1).items()), whole=True))
+
+    assert [server.served() for server in servers] == [NEW, NEW]
+
+
+def test_a_stream_that_ends_within_a_layer_is_refused_and_never_served(
+    servers: list[FakeVLLM],
+) -> None:
+    weights = checkpoint(1)
+    some = [name for name in weights if "k_proj" in name or "q_proj" in name]
+    with sender_for(servers, bucket_bytes=600) as made:
+        with pytest.raises(ConfigurationError, match=r"without 'model.layers.0.self_attn.v_proj"):
+            made.update_weights(Stream((name, weights[name]) for name in some))
+        assert all(server.paused for server in servers)
+
+        made.update_weights(model(1))
+    assert [server.served() for server in servers] == [NEW, NEW]
 
 
 def test_weights_are_cast_and_renamed_on_the_way(servers: list[FakeVLLM]) -> None:

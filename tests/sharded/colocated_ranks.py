@@ -9,6 +9,7 @@ import base64
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,6 +237,107 @@ def small_buffer(me: Rank) -> dict[str, Any]:
     return synchronizer(me, 80_000 * (1 + me.rank))
 
 
+class Journal:
+    """What the ranks of a trainer did, as all of them see it."""
+
+    def __init__(self, me: Rank) -> None:
+        self._me, self._store = me, default_store()
+
+    def note(self, what: str) -> None:
+        self._store.set(f"journal/{what}", "")
+
+    def has(self, what: str, seconds: float = 0.0) -> bool:
+        """Whether something was noted, or is within some seconds."""
+        end = time.monotonic() + seconds
+        while not self._store.check([f"journal/{what}"]):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+def making_room(me: Rank) -> dict[str, Any]:
+    """Rank 1 is the last to make room; did rank 0 speak to an engine before it had?"""
+    journal, early = Journal(me), []
+    sync = synchronizer_of(me, 117)
+
+    def offload() -> None:
+        if me.rank == 1:
+            early.append(journal.has("prepared", 1.0))
+
+    def prepare(*, tags: Any) -> None:
+        if me.rank == 0:
+            journal.note("prepared")
+
+    sync.policy.offload_before_refit = offload
+    sync.generation.prepare_for_generation = prepare
+    told = outcome(lambda: synced(sync))
+    distributed.barrier()
+    sync.shutdown()
+    return told | {"early": early}
+
+
+def failing_phases(me: Rank) -> dict[str, Any]:
+    """One rank fails in one phase, and then in another; then none does."""
+    sync, told = synchronizer_of(me, 118), {}
+    for rank, side, phase in (
+        (1, "policy", "offload_before_refit"),
+        (0, "policy", "offload_before_refit"),
+        (0, "generation", "prepare_for_generation"),
+        (1, "policy", "offload_after_refit"),
+    ):
+        broken = _broken if me.rank == rank else getattr(getattr(sync, side), phase)
+        before = len(asked(me.url)) if me.rank == 0 else 0
+        distributed.barrier()
+        with replaced(getattr(sync, side), phase, broken):
+            told[f"{phase} {rank}"] = outcome(lambda: synced(sync)) | {"stale": sync.is_stale}
+        distributed.barrier()
+        if me.rank == 0:
+            paths = [path for path, _ in asked(me.url)[before:]]
+            told[f"{phase} {rank}"]["updated"] = OPEN in paths
+    told["healed"] = push(me, SimpleNamespace(update_weights=lambda _: synced(sync)), None, 118)
+    sync.shutdown()
+    return told
+
+
+def interrupted_phase(me: Rank) -> dict[str, Any]:
+    """Somebody interrupts rank 1 while it makes room, when rank 0 already waits for it."""
+    sync, journal = synchronizer_of(me, 119), Journal(me)
+
+    def offload() -> None:
+        if me.rank == 0:
+            journal.note("waits")
+        elif journal.has("waits", PATIENCE):
+            raise KeyboardInterrupt
+
+    sync.policy.offload_before_refit = offload
+    try:
+        told = outcome(lambda: synced(sync))
+    except KeyboardInterrupt:
+        told = {"interrupted": True}
+    distributed.barrier()
+    sync.shutdown()
+    return told
+
+
+def _broken(**_: Any) -> None:
+    raise RuntimeError("no memory")
+
+
+def synchronizer_of(me: Rank, seed: int) -> Any:
+    generation = SGLangGeneration(engines_of(me), timeout=PATIENCE)
+    sync = create_weight_synchronizer(
+        TorchPolicy(sharded(me, seed)), generation, "sglang", colocated=True
+    )
+    sync.init_communicator()
+    return sync
+
+
+def synced(sync: Any) -> Any:
+    sync.sync_weights()
+    return sync.report
+
+
 def wide(me: Rank) -> dict[str, Any]:
     """One engine of two ranks; a third rank of the trainer shares a GPU with none."""
     torch.manual_seed(115)
@@ -253,6 +355,7 @@ SUITES: Suites = {
         (
             *(updates, tensor_by_tensor, cast, replicas, stream, other_options, no_room),
             *(failing_pack, refused_bucket, synchronizer, crossed, small_buffer),
+            *(making_room, failing_phases, interrupted_phase),
         ),
     ),
     "wide engine": (3, PATIENCE, (wide,)),

@@ -153,6 +153,37 @@ def test_no_rank_is_left_in_a_gather_and_the_next_update_heals(scenario: str, ru
     assert served(each(run(TWO)[scenario], "second"))
 
 
+def test_no_engine_takes_memory_back_before_every_rank_has_made_room(run: Run) -> None:
+    told = run(TWO)["making_room"]
+    assert told[1]["early"] == [False]
+    assert told[0]["report"] == told[1]["report"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank", "updated"),
+    [
+        ("offload_before_refit", 1, False),
+        ("offload_before_refit", 0, False),
+        ("prepare_for_generation", 0, False),
+        ("offload_after_refit", 1, True),
+    ],
+)
+def test_a_phase_that_fails_on_one_rank_ends_the_sync_alike_on_all(
+    phase: str, rank: int, updated: bool, run: Run
+) -> None:
+    told = each(run(TWO)["failing_phases"], f"{phase} {rank}")
+    assert all("no memory" in of_rank["text"] for of_rank in told.values())
+    assert [of_rank["stale"] for of_rank in told.values()] == [True, True]
+    assert told[0]["updated"] is updated
+    assert served(each(run(TWO)["failing_phases"], "healed"))
+
+
+def test_nobody_waits_for_a_rank_that_is_interrupted_in_a_phase(run: Run) -> None:
+    told = run(TWO)["interrupted_phase"]
+    assert told[1] == {"interrupted": True}
+    assert "rank 1: it was interrupted by KeyboardInterrupt" in told[0]["text"]
+
+
 def test_a_rank_that_is_killed_is_named_and_a_sender_of_one_rank_heals(run: Run) -> None:
     told = run("killed rank")["killed_rank"]
     assert sorted(told) == [0], told

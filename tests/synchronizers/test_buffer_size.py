@@ -32,6 +32,12 @@ def test_a_size_has_to_be_above_zero(gigabytes: float):
         check_buffer_size(gigabytes)
 
 
+@pytest.mark.parametrize("gigabytes", ["1", True, [1], 1e-12, float("inf"), 1e30, 10**400])
+def test_a_size_has_to_be_a_number_of_bytes(gigabytes: Any):
+    with pytest.raises(ConfigurationError, match="refit_buffer_size_gb"):
+        check_buffer_size(gigabytes)
+
+
 @pytest.mark.parametrize(
     ("text", "free", "size"),
     [(None, 1000, 300), ("", 1000, 300), ("0.5", 1000, 500), (" 2 ", 10, 20), ("1e-1", 100, 10)],

@@ -44,6 +44,38 @@ def test_a_coroutine_is_run():
     assert resolve(worked(), soon()) == 3
 
 
+class Awaited:
+    def __await__(self) -> Any:
+        yield from asyncio.sleep(0).__await__()
+        return 3
+
+
+async def answering() -> Any:
+    for answer in (1, Awaited()):
+        yield answer
+
+
+@pytest.mark.parametrize(
+    ("work", "result"),
+    [
+        (Awaited, 3),
+        (answering, [1, 3]),
+        (lambda: (done(number) for number in (1, 2)), [1, 2]),
+        (lambda: [Awaited(), answering()], [3, [1, 3]]),
+    ],
+    ids=["awaitable", "async generator", "generator of futures", "several"],
+)
+def test_whatever_has_to_be_awaited_or_asked_is(work: Any, result: Any):
+    assert resolve(work(), soon()) == result
+
+
+def test_a_future_of_another_loop_is_no_success():
+    loop = asyncio.new_event_loop()
+    with pytest.raises(ValueError, match="loop"):
+        resolve(loop.create_future(), soon())
+    loop.close()
+
+
 def test_a_coroutine_is_run_though_a_loop_runs_here():
     async def worked() -> int:
         return 3

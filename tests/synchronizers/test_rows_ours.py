@@ -113,6 +113,17 @@ def test_scales_are_refused_where_no_engine_takes_them(row: str):
 
 
 @EVERY
+@pytest.mark.parametrize(
+    "scales", [3, "a", ["a"], {1: 1.0}, {"a": None}, {"a": 0.0}, {"a": float("nan")}], ids=str
+)
+def test_scales_that_are_none_are_refused_before_any_phase(row: str, scales: Any):
+    sync, journal = made(row)
+    with pytest.raises(ConfigurationError, match="kv_scales"):
+        sync.sync_weights(kv_scales=scales)
+    assert journal.take() == []
+
+
+@EVERY
 def test_a_refused_size_changes_no_phase(row: str):
     sync, journal = made(row, refit_buffer_size_gb=-1)
     with pytest.raises(ValueError, match="refit_buffer_size_gb must be > 0"):
@@ -182,10 +193,24 @@ def test_of_the_ranks_that_hold_a_model_one_makes_the_group(
     rank: int, joined: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(leading, "open_channel", lambda: SimpleNamespace(rank=rank, ranks=2))
-    monkeypatch.setattr(leading, "readers_of", lambda source, ranks: set(range(ranks)))
+    monkeypatch.setattr(leading, "takers", lambda source, ranks, _: set(range(ranks)))
     sync, journal = made("vllm apart")
     sync.init_communicator()
     assert [call for call in journal.take() if call.startswith("E.")] == joined
+
+
+@pytest.mark.parametrize(
+    ("trainer_ranks", "speak"), [("one", [True, True]), ("node", [True, False])]
+)
+def test_of_ranks_that_take_part_with_whole_models_one_speaks(
+    trainer_ranks: Any, speak: list[bool], monkeypatch: pytest.MonkeyPatch
+):
+    told = []
+    for number in range(2):
+        channel = SimpleNamespace(rank=number, ranks=2)
+        monkeypatch.setattr(leading, "open_channel", lambda channel=channel: channel)
+        told.append(leading.leads(dict, trainer_ranks))
+    assert told == speak
 
 
 @EVERY

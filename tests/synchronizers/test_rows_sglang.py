@@ -209,8 +209,8 @@ def test_a_worker_that_fails_is_the_cause(kind: Kind):
 
 
 @BOTH
-@pytest.mark.parametrize("answer", [[], [done(False)]])
-def test_a_policy_of_which_nobody_sent_failed(kind: Kind, answer: list[Future[Any]]):
+@pytest.mark.parametrize("answer", [[], [done(False)], done(False), [[done(True)], [done(0)]]])
+def test_a_policy_of_which_nobody_sent_failed(kind: Kind, answer: Any):
     sync, journal = made(kind)
     journal.futures["P.send"] = answer
     with pytest.raises(WeightUpdateError, match="Weight transfer failed"):
@@ -228,6 +228,16 @@ def test_no_worker_answers_within_the_time_that_is_given(kind: Kind):
 
 
 # -- refused before any phase -------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("free", [None, "much", [], float("inf")])
+def test_a_policy_that_does_not_know_its_free_memory_is_told_so(kind: Kind, free: Any):
+    sync, journal = made(kind)
+    sync.policy.get_free_memory_bytes = lambda: free
+    with pytest.raises(ConfigurationError, match="which is no number of bytes"):
+        sync.sync_weights()
+    assert journal.take()[-len(LEAVE[kind]) :] == LEAVE[kind]
 
 
 @BOTH
@@ -290,7 +300,7 @@ def test_sides_that_cannot_hand_over_are_refused(kind: Kind):
 
 
 @BOTH
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "10"])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "10", 1e30, 10**400])
 def test_a_time_that_is_none_is_refused(kind: Kind, seconds: Any):
     with pytest.raises(ConfigurationError, match="refit_timeout_s"):
         made(kind, refit_timeout_s=seconds)

@@ -56,9 +56,13 @@ MISTAKES = [
     pytest.param("127.0.0.1:1", {}, "scheme", id="no URL"),
     pytest.param([5], {}, "not a int", id="no engine at all"),
     pytest.param(URL, {"kv_policy": "drop"}, "kv_policy='drop'", id="an unknown policy"),
-    pytest.param(URL, {"pause_generation_mode": "stop"}, "pause_mode='stop'", id="unknown mode"),
+    pytest.param(URL, {"pause_generation_mode": "x"}, "pause_generation_mode='x'", id="no mode"),
     pytest.param(URL, {"needs_offload": 1}, "needs_offload=1", id="no flag"),
     pytest.param(URL, {"timeout": 0}, "timeout=0", id="no time"),
+    pytest.param(None, {}, "engines=None must be a URL", id="nothing"),
+    pytest.param(5, {}, "engines=5 must be a URL", id="a number"),
+    pytest.param(URL, {"quantization": "fp8"}, "must be a mapping", id="no settings"),
+    pytest.param(URL, {"quantization": {"scheme": "fp7"}}, "must be one of", id="unknown scheme"),
     pytest.param(URL, {"name_map": 5}, "name_map=5", id="no map"),
     pytest.param(URL, {"master_address": "0.0.0.0"}, "cannot be reached", id="no address"),
 ]
@@ -71,7 +75,7 @@ def test_a_mistake_is_refused_at_once(engines: Any, options: dict[str, Any], wor
 
 
 def test_an_unknown_keyword_is_a_type_error():
-    with pytest.raises(TypeError, match="tineout"):
+    with pytest.raises(TypeError, match=r"tineout; besides its own, .* timeout"):
         SGLangGeneration(URL, tineout=5)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.vllm_fake import FakeVLLM, checkpoint, signature
 from weight_update import EngineState
+from weight_update.engines.vllm.client import VLLMClient
 from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.synchronizers import VLLMGeneration
 
@@ -90,6 +91,22 @@ def test_all_tags_at_once_wake_weights_first(server: FakeVLLM, generation: VLLMG
     assert tags == [["weights"], ["kv_cache"]]
 
 
+@pytest.mark.parametrize(("enabled", "warned"), [(False, True), (True, False)])
+def test_a_server_that_keeps_its_memory_is_warned_of(
+    generation: VLLMGeneration,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    enabled: bool,
+    warned: bool,
+) -> None:
+    info = {"instance_id": "a", "model_config": {"enable_sleep_mode": enabled}}
+    monkeypatch.setattr(VLLMClient, "server_info", lambda *_: info)
+
+    generation.finish_generation()
+
+    assert ("--enable-sleep-mode" in caplog.text) == warned
+
+
 def test_a_server_that_sleeps_takes_weights_and_is_not_resumed_by_it(
     server: FakeVLLM, generation: VLLMGeneration
 ) -> None:
@@ -137,6 +154,26 @@ def test_a_server_that_somebody_else_paused_is_left_alone(
     assert server.paused
 
 
+def test_a_server_that_another_trainer_left_mixed_is_not_woken_up_fully_until_an_update(
+    server: FakeVLLM, generation: VLLMGeneration
+) -> None:
+    server.inject("/update_weights", "torn")
+    with pytest.raises(EngineRejected):
+        push(generation, 1)
+    assert server.paused
+    successor = VLLMGeneration(server.url, needs_offload=True, timeout=30.0)
+    successor.finish_generation()
+
+    successor.prepare_for_generation()
+
+    assert sleeping(server)
+    assert server.paused
+    push(successor, 1)
+    successor.prepare_for_generation()
+    assert server.served() == NEW
+    successor.shutdown()
+
+
 def test_a_server_that_restarted_meanwhile_is_awake_and_takes_updates(
     server: FakeVLLM, generation: VLLMGeneration
 ) -> None:
@@ -182,7 +219,7 @@ def test_workers_of_all_servers_are_counted(server: FakeVLLM, generation: VLLMGe
     ("given", "words"),
     [
         ({"pause_generation_mode": "in_place"}, "a KV cache of older weights"),
-        ({"pause_generation_mode": "keep"}, "pause_mode='keep' is unknown"),
+        ({"pause_generation_mode": "keep"}, "pause_generation_mode='keep' is unknown"),
         ({"sleep_level": 0}, "sleep_level=0 must be 1 or 2"),
         ({"needs_offload": "yes"}, "needs_offload='yes'"),
         ({"urls": []}, "server_url is empty"),

@@ -101,6 +101,25 @@ def test_known_names_decide_what_a_set_has() -> None:
     assert set(torn.lacking) == set(experts[3:])
 
 
+def test_a_layer_is_a_set_where_engines_make_it_anew() -> None:
+    weight, bias = named("self_attn.o_proj"), named("self_attn.o_proj", leaf="bias")
+
+    assert incomplete(bias) == incomplete(weight, known_names=weight + bias) == []
+    assert incomplete(bias, layers=True)[0].lacking == tuple(weight)
+    (torn,) = incomplete(weight, known_names=weight + bias, layers=True)
+    assert torn.lacking == tuple(bias)
+    assert incomplete(weight + bias, known_names=weight + bias, layers=True) == []
+    assert incomplete(weight, known_names=weight, layers=True) == []
+    names = named("mixer", leaf="A_log") + named("mixer", leaf="D")
+    assert incomplete(names[:1], known_names=names, layers=True)[0].lacking == (names[1],)
+
+
+def test_names_that_are_not_known_are_judged_by_what_models_have() -> None:
+    torn = incomplete(named("self_attn.q_proj"), known_names=["model.norm.weight"])
+
+    assert torn[0].lacking == tuple(named("self_attn.k_proj", "self_attn.v_proj"))
+
+
 def test_only_halves_of_latent_attention_are_lost_by_every_engine() -> None:
     torn = incomplete(named("self_attn.q_a_proj", "mlp.up_proj"))
 

@@ -50,7 +50,7 @@ class Ranks:
         if trainer_ranks == "node":
             self._relaying = Relaying(Relay(_open_end), Relays())
         self._sharing: Sharing | None = None
-        self._known: frozenset[int] = frozenset()
+        self._known: frozenset[int] | None = None
         self._warned = False
         self.followed = False
 
@@ -122,8 +122,7 @@ class Ranks:
         Raises:
             WeightUpdateError: A step failed; it is the same on all ranks.
         """
-        channel = open_channel()
-        ranks = set() if channel is None else takers(source(), channel.ranks, self._trainer_ranks)
+        ranks = self._takers(source)
         if len(ranks) < 2:
             step()
             return
@@ -138,6 +137,15 @@ class Ranks:
             raise
         else:
             _meet(ranks, None, deadline, engines)
+
+    def _takers(self, source: Callable[[], Any]) -> Collection[int]:
+        """Who takes part, as far as the last update told; a source may be dear to ask."""
+        channel = open_channel()
+        if channel is None:
+            return ()
+        if self._known is None:
+            self._known = frozenset(readers_of(source(), channel.ranks))
+        return self._known or _everybody(channel.ranks, self._trainer_ranks)
 
     def update(
         self,
@@ -218,7 +226,11 @@ def takers(source: Any, ranks: int, trainer_ranks: TrainerRanks) -> set[int]:
         >>> takers({}, 2, "one"), takers({}, 2, "node")
         (set(), {0, 1})
     """
-    return readers_of(source, ranks) or set(range(ranks if trainer_ranks == "node" else 0))
+    return readers_of(source, ranks) or _everybody(ranks, trainer_ranks)
+
+
+def _everybody(ranks: int, trainer_ranks: TrainerRanks) -> set[int]:
+    return set(range(ranks if trainer_ranks == "node" else 0))
 
 
 def _meet(

@@ -70,6 +70,7 @@ class VLLMDeployment(WholeModel):
             packed=self._packed,
             unique_id=self._groups.unique_id,
             open_channel=ZmqChannel,
+            by_memory=self._options.transport == "ipc",
             client=self._open_client(url),
         )
 

@@ -29,12 +29,9 @@ from weight_update.options import (
     read_bucket_bytes,
     read_text,
 )
-from weight_update.schemes.server_scheme import (
-    ServerScheme,
-    check_named_device,
-    read_master_address,
-)
+from weight_update.schemes.server_scheme import ServerScheme, check_named_device
 from weight_update.schemes.transport import SGLangCollectiveTransport
+from weight_update.transports.address import read_master_address
 from weight_update.weights.name_map import check_name_map
 
 

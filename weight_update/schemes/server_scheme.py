@@ -10,7 +10,6 @@ import torch
 
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
-    MASTER_ADDRESS_VARIABLE,
     DeviceLike,
     Strategy,
     UpdateOptions,
@@ -18,12 +17,10 @@ from weight_update.options import (
     check_device_exists,
     parse_device,
     parse_server_urls,
-    read_text,
 )
 from weight_update.schemes.sender import SGLangWeightSender
 from weight_update.schemes.torchrl_adapter import CollectorScheme, torchrl_logger
 from weight_update.schemes.transport import SGLangCollectiveTransport
-from weight_update.transports.address import check_address
 
 
 class ServerScheme(CollectorScheme):
@@ -92,9 +89,3 @@ def check_named_device(device: DeviceLike) -> None:
     # who names a device means one that exists.
     if isinstance(device, (str, torch.device)):
         check_device_exists(parse_device(device))
-
-
-def read_master_address(argument: str | None) -> str | None:
-    """The argument, else the environment, checked; None when neither is set."""
-    address = argument or read_text(MASTER_ADDRESS_VARIABLE)
-    return check_address(address) if address else None

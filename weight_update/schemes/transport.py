@@ -9,8 +9,9 @@ import torch
 
 from weight_update.delivery.adapter_push import AdapterPush
 from weight_update.delivery.delivery import Delivery, default_device
-from weight_update.delivery.deployment import Deployment, OpenDeployment, SGLangDeployment
+from weight_update.delivery.deployment import Deployment, OpenDeployment
 from weight_update.delivery.ranks import Ranks
+from weight_update.delivery.sglang import SGLangDeployment
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions, parse_device, parse_server_urls
 from weight_update.report import UpdateReport

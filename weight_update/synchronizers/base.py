@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from weight_update.errors import (
     ConfigurationError,
     EngineUnreachable,
     UpdateTimeout,
+    WeightMismatchError,
     WeightUpdateError,
 )
 from weight_update.options import check_positive
@@ -196,11 +197,26 @@ class DeliverySynchronizer(WeightSynchronizer):
         except WeightUpdateError as error:
             if error.phase not in ("configure", "plan"):
                 error.message = TRANSFER_FAILED + error.message
+            if isinstance(error, WeightMismatchError):
+                error.remedy = self._remedy_of(error, kv_scales or ())
             raise
+
+    @staticmethod
+    def _remedy_of(error: WeightMismatchError, scales: Iterable[str]) -> str:
+        if any(name in error.message for name in scales):
+            return "leave kv_scales out, or start the engine with a KV cache in fp8"
+        return error.remedy
 
     def _free_bytes(self) -> int:
         free = asked("policy.get_free_memory_bytes()", self.policy.get_free_memory_bytes)
-        return int(min(free) if isinstance(free, list) else free)
+        try:
+            return int(min(free) if isinstance(free, (list, tuple)) else free)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigurationError(
+                f"policy.get_free_memory_bytes() gave {free!r}, which is no number of bytes",
+                phase="plan",
+                remedy="set refit_buffer_size_gb=",
+            ) from error
 
     def _refuse_in_place(self) -> None:
         mode = getattr(self.generation, "pause_generation_mode", None)
@@ -222,6 +238,25 @@ class DeliverySynchronizer(WeightSynchronizer):
             lost = EngineState.UNREACHABLE
             engines[url] = replace(engines[url], state=lost, version=None, detail=error.message)
         return UpdateReport(delivery.version, 0, 0, 0, {}, engines)
+
+
+class ColocatedSynchronizer(DeliverySynchronizer):
+    """Trainer and engines share GPUs: each lends the other memory while it is needed.
+
+    Offload the trainer, prepare weights, update, restore the trainer, prepare the KV cache. The
+    last two run after a failure too.
+    """
+
+    colocated = True
+
+    @contextmanager
+    def _phases(self) -> Iterator[None]:
+        with self._restoring(self._restore) as later:
+            self._carrier.together(self._offload)
+            self._carrier.recover()
+            later.append(self._prepare_kv_cache)
+            self._carrier.together(self._prepare_weights)
+            yield
 
 
 def _alone(step: Step) -> None:

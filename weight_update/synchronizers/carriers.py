@@ -86,7 +86,6 @@ class Reading:
     ) -> None:
         self._policy, self._generation = policy, generation
         self.delivery = generation.delivery(colocated=colocated, timeout_s=timeout_s, policy=policy)
-        generation.policy = policy
         self._urls = tuple(generation.urls)
         # Where engines share the device, the size is that of all it costs there: two buckets,
         # one of which is filled while the other is read.
@@ -99,11 +98,14 @@ class Reading:
 
     def connect(self) -> None:
         """Makes the group of all engines that take part, on the rank that talks to them."""
+        self.together(self._connect)
+        self._due = False
+
+    def _connect(self) -> None:
         source = self._policy.source()
         if leads(lambda: source):
             # A trainer on the CPU of a host with GPUs is met on the CPU.
             self.delivery.connect(device_of(source) if isinstance(source, nn.Module) else None)
-        self._due = False
 
     def check(self) -> None:
         """Nothing: the update objects before it pauses anything."""

@@ -111,6 +111,18 @@ class Exchange:
         return resolve(value, Deadline(self.patience), phase)
 
 
+def verdicts_of(results: Any) -> list[Any]:
+    """What each worker said, however the answers were grouped.
+
+    Example:
+        >>> verdicts_of([[True, None], [False]]), verdicts_of(True)
+        ([True, None, False], [True])
+    """
+    if not isinstance(results, (list, tuple)):
+        return [results]
+    return [verdict for result in results for verdict in verdicts_of(result)]
+
+
 def checked(results: Any) -> None:
     """Raises unless receivers say that they received.
 
@@ -123,7 +135,7 @@ def checked(results: Any) -> None:
         Traceback (most recent call last):
         weight_update.errors.WeightUpdateError: transfer: no worker said that it received ...
     """
-    told = list(results) if isinstance(results, (list, tuple)) else [results]
+    told = verdicts_of(results)
     verdicts = [result for result in told if result is not None]
     if not verdicts:
         raise WeightUpdateError("no worker said that it received the weights", phase="transfer")

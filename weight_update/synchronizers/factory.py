@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weight_update.errors import ConfigurationError
-from weight_update.options import check_positive
+from weight_update.options import check_flag, check_positive
 from weight_update.synchronizers.base import DeliverySynchronizer
 from weight_update.synchronizers.buffer_size import check_buffer_size
 from weight_update.synchronizers.interface import WeightSynchronizer
@@ -72,7 +72,7 @@ def create_weight_synchronizer(
     """
     asked = _Asked(policy, generation, generation_backend, colocated)
     asked.check(refit_buffer_size_gb, refit_timeout_s)
-    row = _ROWS.get((generation_backend, bool(colocated)))
+    row = _ROWS.get((generation_backend, colocated))
     if row is not None:
         return row(policy, generation, refit_buffer_size_gb, refit_timeout_s=refit_timeout_s)
     clusters = asked.checked_clusters(train_cluster, inference_cluster)
@@ -108,6 +108,7 @@ class _Asked:
     def check(self, gigabytes: float | None, seconds: float | None) -> None:
         """Raises what speaks against it, in the table's order."""
         self._check_backend()
+        check_flag("colocated", self.colocated)
         if self.releases:
             self._check_release()
         self._check_transport()

@@ -49,10 +49,10 @@ def hand_over(exchange: Exchange) -> Delivery:
         flush_cache_on_update=False if keeps else None,
         verify="off",
     )
-    return Delivery([name], options, lambda chosen, _: _HandOver(exchange, chosen))
+    return Delivery([name], options, lambda chosen, _: _PairDeployment(exchange, chosen))
 
 
-class _HandOver:
+class _PairDeployment:
     """The deployment of two sides: one engine, and one way that carries nothing."""
 
     merges = False

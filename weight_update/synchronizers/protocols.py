@@ -51,11 +51,9 @@ class ReachableGeneration(Generation, Protocol):
 
     Attributes:
         urls: Where they are.
-        policy: Whose weights they get: of a sharded trainer's ranks, one speaks to them.
     """
 
     urls: Sequence[str]
-    policy: Any
 
     def delivery(self, *, colocated: bool, timeout_s: float | None, policy: Any) -> Delivery:
         """What brings a policy's weights to them."""

@@ -1,11 +1,11 @@
-"""One resolver for what workers return: references of Ray, futures, coroutines, plain values."""
+"""One resolver for what workers return: references of Ray, futures, awaitables, plain values."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -25,8 +25,9 @@ def resolve(value: Any, deadline: Deadline, phase: Phase = "transfer") -> Any:
     and nobody should be inside the old work then.
 
     Args:
-        value: A reference of Ray, a future, a coroutine, a list or tuple of such, or anything
-            else, which is returned as it is.
+        value: A reference of Ray, a future, a coroutine or another awaitable, a list or tuple of
+            such, a generator of any kind, which gives a list, or anything else, which is
+            returned as it is.
         deadline: By when all of it must be there.
         phase: What the error says was waited for.
 
@@ -71,9 +72,14 @@ def _begun(value: Any, deadline: Deadline) -> Any:
     """The same, with a future in place of whatever has to be waited for."""
     if isinstance(value, (list, tuple)):
         return [_begun(item, deadline) for item in value]
-    if inspect.iscoroutine(value):
-        return spawn(_run, value, deadline.remaining() + _LINGER_SECONDS)
-    return value.future() if _is_reference(value) else value
+    if _is_reference(value):  # it can be awaited too, but only where ray's own loop runs
+        return value.future()
+    if inspect.isgenerator(value):
+        return spawn(list, value)
+    work = _collected(value) if inspect.isasyncgen(value) else value
+    if inspect.isawaitable(work):
+        return spawn(_run, work, deadline.remaining() + _LINGER_SECONDS)
+    return value
 
 
 def _is_reference(value: Any) -> bool:
@@ -82,9 +88,13 @@ def _is_reference(value: Any) -> bool:
     return isinstance(reference, type) and isinstance(value, reference)
 
 
-def _run(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
+async def _collected(answers: AsyncIterator[Any]) -> list[Any]:
+    return [answer async for answer in answers]
+
+
+def _run(work: Awaitable[Any], seconds: float) -> Any:
     async def bounded() -> Any:
-        return await asyncio.wait_for(coroutine, seconds)
+        return await asyncio.wait_for(work, seconds)
 
     return asyncio.run(bounded())
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from weight_update.errors import ConfigurationError
+from weight_update.options import MASTER_ADDRESS_VARIABLE, read_text
 from weight_update.waiting import Deadline
 
 # A fixed port may still be held by the group that this process has just given up.
@@ -86,6 +87,20 @@ def check_address(address: str) -> str:
             remedy="name an address of this host on the network of the engines",
         )
     return bare
+
+
+def read_master_address(argument: str | None) -> str | None:
+    """The argument, else the environment's, checked; None when neither is set.
+
+    Raises:
+        ConfigurationError: It leads nowhere.
+
+    Example:
+        >>> read_master_address("127.0.0.1")
+        '127.0.0.1'
+    """
+    address = argument or read_text(MASTER_ADDRESS_VARIABLE)
+    return check_address(address) if address else None
 
 
 def listen(address: str, port: int | None) -> socket.socket:

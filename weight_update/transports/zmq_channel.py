@@ -45,7 +45,7 @@ def check_zmq() -> None:
         raise ConfigurationError(
             "transport='ipc' talks to vLLM's workers by ZMQ, and pyzmq is not installed",
             phase="connect",
-            remedy="run: pip install weight-update[vllm]",
+            remedy="run: pip install pyzmq",
         ) from error
 
 
@@ -241,12 +241,8 @@ def located(bucket: Bucket, shared: Sequence[SharedTensor]) -> dict[str, Any]:
         number = memories.setdefault(tensor.memory, len(memories))
         places.append((number, start if bucket.flat else tensor.offset))
         start += spec.nbytes
-    return {"memories": [_opening(memory) for memory in memories], "places": places}
-
-
-def _opening(memory: SharedMemory) -> dict[str, Any]:
-    plain = [{"hex": part.hex()} if isinstance(part, bytes) else part for part in memory.opening]
-    return {"device": memory.device, "opening": plain}
+    told = [{"device": memory.device, "opening": memory.plain_opening} for memory in memories]
+    return {"memories": told, "places": places}
 
 
 def _head(kind: str, deadline: Deadline, **more: Any) -> bytes:

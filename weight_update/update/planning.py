@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from weight_update.facts import Intake
 from weight_update.options import UpdateOptions
-from weight_update.weights.buckets import Plan, plan_buckets
+from weight_update.weights.buckets import Bucket, Plan, plan_buckets
 from weight_update.weights.cargo import Format, Formats
-from weight_update.weights.fitting import Wishes, common, fit
+from weight_update.weights.fitting import Wishes, common, fit, refuse_torn
 from weight_update.weights.growing_plan import GrowingPlan
 from weight_update.weights.specs import Lasting, Weight
 from weight_update.weights.stream import Stream
@@ -103,7 +103,7 @@ def fitted_plan(
     Args:
         payload: What is to be sent.
         intakes: How each engine, by URL, takes weights.
-        known_names: Of the whole model, as far as engines took it before.
+        known_names: Of the whole model, as far as engines took it before, or as it is on disk.
         options: What the user asked for.
         format_of: Chooses how they are divided.
         memory: What was planned before.
@@ -114,7 +114,8 @@ def fitted_plan(
     """
     wishes = Wishes(options.dtype, options.trim_vocabulary, options.check_finite)
     intake, stream = common(intakes, wishes), payload.stream
-    whole = payload.whole and stream is None
+    # A batch of a stream is some of it: only engines that wait for whole layers see all of it.
+    whole = payload.whole if stream is None else intake.whole_layers
 
     def fitted(weights: Sequence[Weight]) -> tuple[Weight, ...]:
         return fit(weights, intake, wishes, whole=whole, known_names=known_names or None)
@@ -126,6 +127,13 @@ def fitted_plan(
         chosen = format_of(fits)
         return memory.once("plan", (fits, chosen), lambda: _planned(fits, options, chosen))
     chosen = format_of(None)
-    batches = stream.batches(chosen.bucket_bytes, name_map=options.name_map)
-    plans = (_planned(fitted(batch), options, chosen) for batch in batches)
-    return GrowingPlan(bucket for plan in plans for bucket in plan.buckets)
+
+    def buckets() -> Iterator[Bucket]:
+        names: list[str] = []
+        for batch in stream.batches(chosen.bucket_bytes, name_map=options.name_map):
+            names += [weight.spec.name for weight in batch]
+            yield from _planned(fitted(batch), options, chosen).buckets
+        if intake.whole_layers and not payload.whole:
+            refuse_torn(names, intake, known_names or None)
+
+    return GrowingPlan(buckets())

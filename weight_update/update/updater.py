@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -198,6 +198,8 @@ class Updater:
                     raise
                 finally:
                     run.payload.end()
+                    for member in self.roster.members:
+                        member.call = None  # its error, once raised, would keep the weights
             self._warn(run.warnings)
             return self._report(run)
 
@@ -471,7 +473,7 @@ class Updater:
     def _plan(self, run: _Run, fleet: Fleet, format_of: Formats) -> Plan | GrowingPlan:
         """Which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
-        known = {name for member in fleet.members for name in member.shapes}
+        known = {name for member in fleet.members for name in _known_names(member)}
         unread = [f"{url}: {_UNREAD}" for url, intake in intakes.items() if intake.unread]
         run.warnings += [text for text in unread if text not in run.warnings]
 
@@ -557,6 +559,12 @@ class Updater:
             if warning not in self._warned:
                 self._warned.add(warning)
                 _log.warning(warning)
+
+
+def _known_names(member: Member) -> Iterable[str]:
+    """Names of the whole model: those that an engine took, or else those in its model's folder."""
+    intake = member.engine.intake
+    return member.shapes or (intake.shapes if intake.whole_layers else ())
 
 
 def _nothing(_: int) -> Sequence[str]:

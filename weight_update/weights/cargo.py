@@ -31,6 +31,16 @@ class SharedMemory:
     nbytes: int
     keeper: object = field(default=None, repr=False, compare=False)
 
+    @property
+    def plain_opening(self) -> list[object]:
+        """What opens it, as JSON can hold it.
+
+        Example:
+            >>> SharedMemory("", (b"a", 1), 8).plain_opening
+            [{'hex': '61'}, 1]
+        """
+        return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in self.opening]
+
 
 @dataclass(frozen=True)
 class SharedTensor:

@@ -79,7 +79,7 @@ def fit(
     """
     _refuse_quantised(intake)
     if not whole:
-        refuse_torn(weights, intake, known_names)
+        refuse_torn((weight.spec.name for weight in weights), intake, known_names)
     trimmed = _with_vocabulary(weights, intake, wishes)
     dtype = _target(intake, wishes)
     exact = wishes.dtype == "engine"
@@ -130,6 +130,7 @@ def common(intakes: Mapping[str, Intake], wishes: Wishes) -> Intake:
         requantises=all(i.requantises for i in told),
         drafts=any(i.drafts for i in told),
         partial_modules=all(i.partial_modules for i in told),
+        whole_layers=any(i.whole_layers for i in told),
     )
 
 
@@ -207,14 +208,14 @@ def is_of_vocabulary(name: str) -> bool:
 
 
 def refuse_torn(
-    weights: Sequence[Weight], intake: Intake, known_names: Iterable[str] | None = None
+    names: Iterable[str], intake: Intake, known_names: Iterable[str] | None = None
 ) -> None:
     """Refuses some of the weights that an engine fuses, where it cannot take them alone.
 
     Raises:
         ConfigurationError: It would lose them, or corrupt the others.
     """
-    torn = incomplete((weight.spec.name for weight in weights), known_names)
+    torn = incomplete(names, known_names, layers=intake.whole_layers)
     refused = [each for each in torn if each.halves_are_lost or not intake.partial_modules]
     if refused:
         raise ConfigurationError(

@@ -147,6 +147,7 @@ class Site:
     def _round(self, sender: SGLangWeightSender, limit: Callable[[], float], seed: int) -> Round:
         places = look_at(self.url).addresses
         self.renew(seed)
+        settled(self.device)  # the limit may be measured by another process, on this GPU
         limit_seconds = limit()
         seconds, report = timed_update(sender, self.device)
         found = look_at(self.url)

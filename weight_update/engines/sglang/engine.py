@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from weight_update.engines.http import EngineHttp
@@ -40,11 +39,10 @@ from weight_update.engines.sglang.session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way
-from weight_update.waiting import Deadline, spawn
+from weight_update.waiting import Deadline, retry_pauses, spawn
 
 _POLL_SECONDS = 0.02
 _FROZEN_POLLS = 10
-_FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class SGLangEngine:
@@ -289,13 +287,12 @@ class SGLangEngine:
         Raises:
             UpdateTimeout: Still refused at the deadline; the text has the last answer.
         """
-        for attempt in count():
+        for pause in retry_pauses():
             response = self._client.flush(deadline)
             if flushed(response):
                 return
             if response.status_code in (401, 403, 404):
                 raise self._client.rejection(response, "flush")
-            pause = _FLUSH_BACKOFF[min(attempt, len(_FLUSH_BACKOFF) - 1)]
             if deadline.remaining() <= pause:
                 raise UpdateTimeout(
                     f"/flush_cache was refused until the deadline: {self._client.words(response)}",

@@ -15,7 +15,13 @@ from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
 
 LOAD_ROUTE = "/v1/load_lora_adapter"
+MODELS_ROUTE = "/v1/models"
 PAUSE_ROUTE = "/pause"
+RESUME_ROUTE = "/resume"
+PAUSED_ROUTE = "/is_paused"
+WEIGHT_INFO_ROUTE = "/weight_info"
+RANKS_ROUTE = "/get_world_size"
+FLUSH_ROUTE = "/reset_prefix_cache"
 INIT_ROUTE = "/init_weight_transfer_engine"
 LEAVE_ROUTE = "/shutdown_weight_transfer_engine"
 START_ROUTE = "/start_weight_update"
@@ -24,6 +30,8 @@ FINISH_ROUTE = "/finish_weight_update"
 LABEL_ROUTE = "/update_weight_version"
 ENCODER_CACHE_ROUTE = "/reset_encoder_cache"
 RPC_ROUTE = "/collective_rpc"
+
+SleepLevel = Literal[1, 2]
 
 # Words of refusals that came before anything was received: the order of calls, or keys.
 _UNTOUCHED = ("start_weight_update must be called before", "Invalid update_info")
@@ -38,7 +46,12 @@ class VLLMClient:
 
     Attributes:
         asleep: This client put it to sleep and did not wake it up fully since.
+        stranger: What is wrong where something else answers.
+        address: Which URL is wanted.
     """
+
+    stranger = "no vLLM server answers here"
+    address = "give the server's root URL (without /v1), and not another service's"
 
     def __init__(self, url: str, options: HttpOptions) -> None:
         self.url = url
@@ -64,12 +77,12 @@ class VLLMClient:
 
     def models(self, deadline: Deadline) -> list[dict[str, Any]]:
         """What it serves: the model that it was started with, and adapters."""
-        data = self._get("/v1/models", "connect", deadline).get("data")
+        data = self._get(MODELS_ROUTE, "connect", deadline).get("data")
         return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
 
     def ranks(self, deadline: Deadline) -> int | None:
         """Workers of the server."""
-        ranks = self._get("/get_world_size?include_dp=true", "connect", deadline).get("world_size")
+        ranks = self._get(f"{RANKS_ROUTE}?include_dp=true", "connect", deadline).get("world_size")
         return ranks if isinstance(ranks, int) else None
 
     def healthy(self, deadline: Deadline) -> bool:
@@ -79,11 +92,11 @@ class VLLMClient:
 
     def label(self, deadline: Deadline) -> str | None:
         """The version label; waits while an update blocks the workers."""
-        return _text(self._get("/weight_info", "plan", deadline), "weight_version")
+        return _text(self._get(WEIGHT_INFO_ROUTE, "plan", deadline), "weight_version")
 
     def paused(self, deadline: Deadline) -> bool | None:
         """Whether it is paused; waits while an update blocks the workers."""
-        paused = self._get("/is_paused", "plan", deadline).get("is_paused")
+        paused = self._get(PAUSED_ROUTE, "plan", deadline).get("is_paused")
         return paused if isinstance(paused, bool) else None
 
     # -- generation -----------------------------------------------------------------------
@@ -98,7 +111,7 @@ class VLLMClient:
 
     def resume(self, deadline: Deadline) -> None:
         """Continues generation; harmless when it was not paused."""
-        self._post("/resume", "continue", deadline)
+        self._post(RESUME_ROUTE, "continue", deadline)
 
     def reset_prefix_cache(self, deadline: Deadline, *, running: bool = False) -> bool:
         """Asks for an empty prefix cache; whether it is, whatever the status.
@@ -108,7 +121,7 @@ class VLLMClient:
             running: Whether requests that run lose theirs too, and are computed anew.
         """
         query = "?reset_running_requests=true" if running else ""
-        answer = json_of(self._post(f"/reset_prefix_cache{query}", "flush", deadline))
+        answer = json_of(self._post(f"{FLUSH_ROUTE}{query}", "flush", deadline))
         return isinstance(answer, dict) and answer.get("success") is True
 
     def reset_encoder_cache(self, deadline: Deadline) -> None:
@@ -161,21 +174,20 @@ class VLLMClient:
         method: str,
         deadline: Deadline,
         *,
-        args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         phase: Phase = "transfer",
     ) -> list[Any]:
         """Calls a method of every worker, and of its extension; their answers, worker by worker."""
-        body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
+        body = {"method": method, "args": [], "kwargs": dict(kwargs or {})}
         answer = json_of(self._post(RPC_ROUTE, phase, deadline, body))
         results = answer.get("results") if isinstance(answer, dict) else None
         return results if isinstance(results, list) else []
 
     # -- memory ---------------------------------------------------------------------------
 
-    def sleep(self, level: Literal[0, 1, 2], deadline: Deadline, *, mode: str = "abort") -> None:
+    def sleep(self, level: SleepLevel, deadline: Deadline, *, mode: str = "abort") -> None:
         """Frees memory: 1 keeps the weights in memory of the host, 2 forgets them."""
-        self.asleep = self.asleep or level > 0  # before the call leaves
+        self.asleep = True  # before the call leaves
         self._post(f"/sleep?level={level}&mode={mode}", "pause", deadline)
 
     def wake_up(self, deadline: Deadline, *, tags: Sequence[str] = ()) -> bool:
@@ -195,6 +207,15 @@ class VLLMClient:
         return sleeping if isinstance(sleeping, bool) else None
 
     # -- adapters -------------------------------------------------------------------------
+
+    def check_key(self, deadline: Deadline) -> None:
+        """Raises EngineRejected if routes of adapters, unlike those of weights, want another key.
+
+        They are guarded as all below ``/v1`` are, and this one only looks.
+        """
+        response = self._http.call("GET", MODELS_ROUTE, phase="connect", deadline=deadline)
+        if response.status_code in (401, 403):
+            raise self._http.rejection(response, phase="connect")
 
     def load_adapter(self, name: str, path: str, deadline: Deadline) -> None:
         """Loads an adapter from a folder, under a name that is free."""
@@ -232,6 +253,11 @@ class VLLMClient:
         if response.status_code not in (200, absent):
             raise self._http.rejection(response, phase=phase)
         return response
+
+
+def lacks_method(error: EngineRejected) -> bool:
+    """Whether a call of workers was refused since they, or their extension, have no such method."""
+    return "has no attribute" in error.message
 
 
 def update_request(bucket: Bucket, packing: Mapping[str, Any]) -> bytes:

@@ -22,12 +22,17 @@ from weight_update.engines.http import Body, json_of
 from weight_update.engines.vllm.capabilities import release_number
 from weight_update.engines.vllm.client import (
     FINISH_ROUTE,
+    FLUSH_ROUTE,
     INIT_ROUTE,
     LABEL_ROUTE,
     LEAVE_ROUTE,
     PAUSE_ROUTE,
+    PAUSED_ROUTE,
+    RANKS_ROUTE,
+    RESUME_ROUTE,
     START_ROUTE,
     UPDATE_ROUTE,
+    WEIGHT_INFO_ROUTE,
     VLLMClient,
 )
 from weight_update.errors import NotSupported, Phase
@@ -52,15 +57,13 @@ class _Target:
     keys: Mapping[str, str] = field(default_factory=dict)
 
 
-_RESET_ROUTE = "/reset_prefix_cache"
-_RANKS_ROUTE = "/get_world_size"
 _UPDATE = "update_weights_from_distributed"
 _TARGETS: Mapping[DynamoRoutes, Mapping[str, _Target]] = {
     "sidecar": {
         PAUSE_ROUTE: _Target("control/pause_generation"),
-        "/resume": _Target("control/resume_generation"),
-        "/is_paused": _Target("control/is_paused"),
-        "/weight_info": _Target("control/get_weight_version"),
+        RESUME_ROUTE: _Target("control/resume_generation"),
+        PAUSED_ROUTE: _Target("control/is_paused"),
+        WEIGHT_INFO_ROUTE: _Target("control/get_weight_version"),
         INIT_ROUTE: _Target("update/init_weight_transfer_engine"),
         START_ROUTE: _Target("update/start_weight_update"),
         UPDATE_ROUTE: _Target("update/update_weights"),
@@ -69,20 +72,20 @@ _TARGETS: Mapping[DynamoRoutes, Mapping[str, _Target]] = {
     },
     "worker": {
         PAUSE_ROUTE: _Target("pause_generation"),
-        "/resume": _Target("resume_generation"),
-        "/weight_info": _Target("get_weight_version", keys={"version": "weight_version"}),
+        RESUME_ROUTE: _Target("resume_generation"),
+        WEIGHT_INFO_ROUTE: _Target("get_weight_version", keys={"version": "weight_version"}),
         INIT_ROUTE: _Target("init_weights_update_group", "init_weight_transfer_engine"),
         LEAVE_ROUTE: _Target("destroy_weights_update_group", "shutdown_weight_transfer_engine"),
         START_ROUTE: _Target(_UPDATE, "start_weight_update"),
         UPDATE_ROUTE: _Target(_UPDATE, "update_weights"),
         FINISH_ROUTE: _Target(_UPDATE, "finish_weight_update"),
-        _RESET_ROUTE: _Target("flush_cache"),
+        FLUSH_ROUTE: _Target("flush_cache"),
         # A label is only ever written beside a call of the workers: one that does nothing.
         LABEL_ROUTE: _Target(_UPDATE, "check_health", {"new_version": "weight_version"}),
     },
 }
 # Routes that only look: one that answers says which family this is.
-_LOOKS: Mapping[DynamoRoutes, str] = {"sidecar": "/is_paused", "worker": "/weight_info"}
+_LOOKS: Mapping[DynamoRoutes, str] = {"sidecar": PAUSED_ROUTE, "worker": WEIGHT_INFO_ROUTE}
 # Workers of vLLM are called by name: their methods and arguments are those of its release.
 _NO_FORMAT_SINCE = (0, 26)
 _LEAVES_SINCE = (0, 32)
@@ -112,6 +115,12 @@ class DynamoClient(VLLMClient):
         dynamo: What the worker does not say.
     """
 
+    stranger = "no Dynamo worker that takes weights answers here"
+    address = (
+        "give the worker's system URL (DYN_SYSTEM_PORT), and not the frontend's; Dynamo's Python "
+        "worker needs --enable-rl"
+    )
+
     def __init__(self, url: str, options: HttpOptions, dynamo: DynamoOptions) -> None:
         super().__init__(url, options)
         self._dynamo = dynamo
@@ -137,7 +146,7 @@ class DynamoClient(VLLMClient):
             running: Whether requests that run lose theirs too, and are not waited for.
         """
         if self._family(deadline) == "worker":
-            self._post(_RESET_ROUTE, "flush", deadline)  # the pause before it has done it already
+            self._post(FLUSH_ROUTE, "flush", deadline)  # the pause before it has done it already
             return True
         paused = self.paused(deadline)
         self.pause("keep" if running or paused else "wait", deadline, clear_cache=True)
@@ -147,12 +156,12 @@ class DynamoClient(VLLMClient):
 
     def _family(self, deadline: Deadline) -> DynamoRoutes:
         if self._routes is None:
-            found = self._send_to(_TARGETS["sidecar"]["/is_paused"], "connect", deadline, {})
+            found = self._send_to(_TARGETS["sidecar"][PAUSED_ROUTE], "connect", deadline, {})
             self._routes = "worker" if found.status_code == 404 else "sidecar"
         return self._routes
 
     def _get(self, route: str, phase: Phase, deadline: Deadline) -> dict[str, Any]:
-        if urlsplit(route).path == _RANKS_ROUTE:
+        if urlsplit(route).path == RANKS_ROUTE:
             return {"world_size": self._dynamo.engine_world_size}
         if not self.has(route, deadline):
             return {}

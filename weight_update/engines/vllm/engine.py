@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 from weight_update.engines.vllm.capabilities import (
@@ -16,31 +15,27 @@ from weight_update.engines.vllm.capabilities import (
 from weight_update.engines.vllm.client import PAUSE_ROUTE, VLLMClient
 from weight_update.engines.vllm.facts import VLLMFacts, instance_of, read_facts
 from weight_update.engines.vllm.session import Bracket, VLLMSession
-from weight_update.engines.vllm.shared import OpenChannel, VLLMSharedSession
+from weight_update.engines.vllm.shared import EXTENSION, OpenChannel, VLLMSharedSession, workers_of
 from weight_update.errors import ConfigurationError, EngineRejected, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way
-from weight_update.waiting import Deadline, spawn
+from weight_update.waiting import Deadline, retry_pauses, spawn
 
 UniqueId = Callable[[str, Deadline], bytes]
 """The id of an NCCL group, by the group's name, as soon as the trainer has made it."""
 
 PAUSE_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-_FLUSH_BACKOFF = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 # What is left of a deadline tells a server whose workers are busy from one that is gone.
 _LABEL_SHARE = 0.6
 _INFO_SHARE = 0.7
 _BACKENDS = {"nccl": "nccl", "gloo": "weight_update_gloo"}
-_EXTENSION = "weight_update.vllm_worker.WorkerExtension"
 
 
 class VLLMControls:
     """What is the same whatever a vLLM server is brought: its pauses, its label, its caches.
 
     Args:
-        url: Base URL.
-        options: Keys, TLS and proxies.
-        client: Speaks to the server; None makes vLLM's own.
+        client: Speaks to the server.
     """
 
     harmless_name = ""
@@ -48,10 +43,10 @@ class VLLMControls:
     salts_prefixes = False
     layout: str | None = None
 
-    def __init__(self, url: str, options: HttpOptions, client: VLLMClient | None = None) -> None:
-        self.url = url
+    def __init__(self, client: VLLMClient) -> None:
+        self.url = client.url
         self.ranks: int | None = None
-        self._client = client or VLLMClient(url, options)
+        self._client = client
 
     def inspect(self, deadline: Deadline) -> None:
         """Learns how many workers there are.
@@ -64,15 +59,16 @@ class VLLMControls:
     def _meet(self, deadline: Deadline) -> str:
         """The release."""
         release = self._client.release(deadline)
-        if release is None or not self._client.has(PAUSE_ROUTE, deadline):
-            raise ConfigurationError(
-                "no vLLM server with control routes answers here",
-                engine=self.url,
-                phase="connect",
-                remedy="start vLLM with VLLM_SERVER_DEV_MODE=1",
-            )
+        if release is None:
+            raise self._unfit(self._client.stranger, self._client.address)
+        if not self._client.has(PAUSE_ROUTE, deadline):
+            text = f"vLLM {release} answers here without the routes that change weights"
+            raise self._unfit(text, "start it with VLLM_SERVER_DEV_MODE=1 in its environment")
         self.ranks = self._client.ranks(deadline)
         return release
+
+    def _unfit(self, text: str, remedy: str) -> ConfigurationError:
+        return ConfigurationError(text, engine=self.url, phase="connect", remedy=remedy)
 
     def _info(self, deadline: Deadline) -> dict[str, Any]:
         """Its configuration; a server takes seconds for it the first time, and may do without."""
@@ -136,10 +132,9 @@ class VLLMControls:
         Raises:
             UpdateTimeout: The cache was still not emptied at the deadline.
         """
-        for attempt in count():
+        for pause in retry_pauses():
             if self._client.reset_prefix_cache(deadline, running=True):
                 return
-            pause = _FLUSH_BACKOFF[min(attempt, len(_FLUSH_BACKOFF) - 1)]
             if deadline.remaining() <= pause:
                 text = "the prefix cache was not emptied: its blocks are held"
                 raise UpdateTimeout(text, engine=self.url, phase="flush")
@@ -170,6 +165,7 @@ class VLLMEngine(VLLMControls):
         packed: Whether the weights of a request come in one broadcast, or in one each.
         unique_id: Where the id of an NCCL group comes from.
         open_channel: How workers are told of memory that they open.
+        by_memory: Whether that is the way that was asked for.
         client: Speaks to the server; None makes vLLM's own.
     """
 
@@ -184,14 +180,16 @@ class VLLMEngine(VLLMControls):
         packed: bool = True,
         unique_id: UniqueId | None = None,
         open_channel: OpenChannel | None = None,
+        by_memory: bool = False,
         client: VLLMClient | None = None,
     ) -> None:
-        super().__init__(url, options, client)
+        super().__init__(client or VLLMClient(url, options))
         self._packed, self._unique_id = packed, unique_id
-        self._open_channel = open_channel
+        self._open_channel, self._by_memory = open_channel, by_memory
         self._capabilities: VLLMCapabilities | None = None
         self._facts = VLLMFacts()
         self._bracket = Bracket(self._client)
+        self._instance: str | None = None
         self._group_name = ""
 
     def inspect(self, deadline: Deadline) -> None:
@@ -204,10 +202,15 @@ class VLLMEngine(VLLMControls):
         release = self._meet(deadline)
         routes = {route: self._client.has(route, deadline) for route in PROBED_ROUTES}
         self._capabilities = read_capabilities(release, routes, url=self.url)
-        self._facts = read_facts(info.result(), self._client.models(deadline))
+        told = info.result()
+        self._facts = read_facts(told, self._client.models(deadline))
         extended = bool(self._facts.extension) and self._capabilities.calls_workers
+        still_open = self._bracket.open and instance_of(told) == self._instance
         self._bracket = Bracket(self._client, extended=extended)
-        self._group_name = ""
+        self._bracket.open = self._bracket.suspect = still_open
+        self._instance, self._group_name = instance_of(told), ""
+        if self._by_memory:  # whether it can is found out before any pause
+            workers_of(self._client, self.ranks, deadline, "connect")
 
     @property
     def capabilities(self) -> VLLMCapabilities:
@@ -329,7 +332,7 @@ class VLLMEngine(VLLMControls):
         if has is None or has == wanted:
             return
         config = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"
-        extended = f" and --worker-extension-cls {_EXTENSION}" if backend == "gloo" else ""
+        extended = f" and --worker-extension-cls {EXTENSION}" if backend == "gloo" else ""
         raise ConfigurationError(
             f"the trainer sends by {backend}, and the server was started "
             f"{f'with the backend {has!r}' if has else 'without weight transfer'}",

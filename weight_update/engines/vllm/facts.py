@@ -88,6 +88,16 @@ def instance_of(info: Mapping[str, Any]) -> str | None:
     return str(instance) if instance else None
 
 
+def keeps_memory(info: Mapping[str, Any]) -> bool:
+    """Whether a server says that it was started without what frees memory while it sleeps.
+
+    Example:
+        >>> keeps_memory({"model_config": {"enable_sleep_mode": False}}), keeps_memory({})
+        (True, False)
+    """
+    return _object(info, "model_config").get("enable_sleep_mode") is False
+
+
 def _backend(info: Mapping[str, Any]) -> str | None:
     if not info:
         return None
@@ -120,6 +130,7 @@ def _intake(
         quantization=None if kind is None else f"{kind} in vLLM",
         block=None,
         partial_modules=False,
+        whole_layers=True,
         shapes={} if kind else shapes,
         unread=unread and kind is None and not info,
     )

@@ -33,7 +33,7 @@ class VLLMAdapterEngine(VLLMControls):
     """
 
     def __init__(self, url: str, options: HttpOptions, folders: AdapterFolders) -> None:
-        super().__init__(url, options)
+        super().__init__(VLLMClient(url, options))
         self.intake = Intake(any_shape=True)
         self._folders = folders
         self._held = HeldAdapter()
@@ -44,8 +44,10 @@ class VLLMAdapterEngine(VLLMControls):
 
         Raises:
             ConfigurationError: No vLLM server, or one without control routes.
+            EngineRejected: It wants another key.
         """
         super().inspect(deadline)
+        self._client.check_key(deadline)
         self._held = HeldAdapter()
         self._lacks = "" if self._client.has(LOAD_ROUTE, deadline) else LOAD_ROUTE
 

@@ -8,9 +8,10 @@ itself: only an empty update puts back what did not come.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from weight_update.engines.vllm.client import VLLMClient, update_request
+from weight_update.engines.vllm.client import VLLMClient, lacks_method, update_request
 from weight_update.errors import EngineRejected, WeightUpdateError
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -51,6 +52,13 @@ class Bracket:
         self._client.finish_update(deadline)
         self.open = self.suspect = False
 
+    def end_others(self, deadline: Deadline) -> None:
+        """Ends what another way may have left open; all layers are whole, and stay so."""
+        if self.suspect:
+            with suppress(EngineRejected):  # none was open, or it has no weight transfer
+                self._client.finish_update(deadline)
+        self.open = self.suspect = False
+
     def restore(self, deadline: Deadline) -> bool:
         """Closes whatever is open by an empty update: weights that did not come are as they were.
 
@@ -71,7 +79,7 @@ class Bracket:
         try:
             self._client.rpc("weight_update_put_back", deadline, phase="end")
         except EngineRejected as error:
-            if "has no attribute" not in error.message:  # another extension
+            if not lacks_method(error):  # another extension
                 raise
 
     def _starts(self, deadline: Deadline) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
-from weight_update.engines.vllm.client import VLLMClient
+from weight_update.engines.vllm.client import VLLMClient, lacks_method
 from weight_update.engines.vllm.session import Bracket
 from weight_update.errors import (
     ConfigurationError,
@@ -81,7 +81,7 @@ class VLLMSharedSession:
         Raises:
             ConfigurationError: The server has no worker extension, or data parallel workers.
         """
-        workers = self._workers(deadline)
+        workers = workers_of(self._client, self._ranks, deadline, "begin")
         channel = self._channel = self._open_channel(self._client.url)
         addresses = channel.bind(list(workers))
         by_rank = {rank: addresses[worker] for worker, rank in workers.items()}
@@ -109,7 +109,7 @@ class VLLMSharedSession:
         self._completing = True
         self._refuse(self._begun.complete(deadline, self._check), "end")
         self._refuse(self._results(deadline), "end")
-        self._bracket.open = self._bracket.suspect = False
+        self._bracket.end_others(deadline)
         self._begun.close()
 
     def recover(self, deadline: Deadline) -> None:
@@ -137,29 +137,6 @@ class VLLMSharedSession:
         if self._channel is None:
             raise WeightUpdateError("no update was begun", engine=self._client.url, phase="begin")
         return self._channel
-
-    def _workers(self, deadline: Deadline) -> dict[str, str]:
-        """Names of the workers, each after its GPU, and their ranks."""
-        try:
-            places = self._client.rpc("weight_update_place", deadline, phase="begin")
-        except EngineRejected as error:
-            if "has no attribute" not in error.message:
-                raise
-            raise ConfigurationError(
-                f"its workers cannot open memory: {error.message}",
-                engine=self._client.url,
-                phase="begin",
-                remedy=f"start vLLM with --worker-extension-cls {EXTENSION}, and the folder that "
-                "holds weight_update on PYTHONPATH",
-            ) from error
-        if not places or self._ranks not in (None, len(places)):
-            raise ConfigurationError(
-                f"{len(places)} of its {self._ranks} workers can be called",
-                engine=self._client.url,
-                phase="begin",
-                remedy="use tensor parallelism only, or transport='broadcast'",
-            )
-        return {f"{p['rank']}-{p['device'] or 'cpu'}": str(p["rank"]) for p in places}
 
     def _receive(self, told: Mapping[str, Any], deadline: Deadline) -> list[Answer]:
         try:
@@ -198,3 +175,39 @@ class VLLMSharedSession:
         error = EngineRejected(words, engine=self._client.url, phase=phase)
         error.applied = "unknown" if changed else "nothing"
         return error
+
+
+def workers_of(
+    client: VLLMClient, ranks: int | None, deadline: Deadline, phase: Phase
+) -> dict[str, str]:
+    """Names of a server's workers, each after its GPU, and their ranks.
+
+    Args:
+        client: The server.
+        ranks: Workers that it has; None when it does not say.
+        deadline: Bound of the call.
+        phase: Of errors.
+
+    Raises:
+        ConfigurationError: The server has no worker extension, or data parallel workers.
+    """
+    try:
+        places = client.rpc("weight_update_place", deadline, phase=phase)
+    except EngineRejected as error:
+        if not lacks_method(error):
+            raise
+        raise ConfigurationError(
+            f"its workers cannot open memory: {error.message}",
+            engine=client.url,
+            phase=phase,
+            remedy=f"start vLLM with --worker-extension-cls {EXTENSION}, and the folder that "
+            "holds weight_update on PYTHONPATH",
+        ) from error
+    if not places or ranks not in (None, len(places)):
+        raise ConfigurationError(
+            f"{len(places)} of its {ranks} workers can be called",
+            engine=client.url,
+            phase=phase,
+            remedy="use tensor parallelism only, or transport='broadcast'",
+        )
+    return {f"{p['rank']}-{p['device'] or 'cpu'}": str(p["rank"]) for p in places}

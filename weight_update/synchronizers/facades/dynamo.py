@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from weight_update.delivery.delivery import Delivery
 from weight_update.engines.vllm.client import VLLMClient
 from weight_update.engines.vllm.dynamo import DynamoClient, DynamoOptions, DynamoRoutes
 from weight_update.errors import NotSupported
-from weight_update.options import PauseMode, check_choice, check_positive
+from weight_update.options import PauseMode, Transport, check_choice, check_positive
 from weight_update.synchronizers.facades.served import ServerOptions
 from weight_update.synchronizers.facades.vllm import VLLMGeneration
 
@@ -63,22 +62,17 @@ class DynamoGeneration(VLLMGeneration):
         self.dynamo = DynamoOptions(engine_world_size, vllm_release, routes)
         super().__init__(urls, pause_generation_mode=pause_generation_mode, **options)
 
-    def delivery(self, *, colocated: bool, timeout_s: float | None, policy: object) -> Delivery:
-        """What brings a policy's weights to these workers; see :class:`VLLMGeneration`.
+    def get_inference_world_size(self) -> int:
+        """How many ranks all workers have together, as given."""
+        return len(self.urls) * self.dynamo.engine_world_size
 
-        Raises:
-            NotSupported: They are to share devices with the trainer.
-        """
+    def _transport(self, *, colocated: bool) -> Transport:
         if colocated:
             raise NotSupported(
                 "colocated engines are not there for dynamo, whose routes reach no memory",
                 remedy="use colocated=False, or vLLM servers with backend 'vllm'",
             )
-        return super().delivery(colocated=False, timeout_s=timeout_s, policy=policy)
-
-    def get_inference_world_size(self) -> int:
-        """How many ranks all workers have together, as given."""
-        return len(self.urls) * self.dynamo.engine_world_size
+        return super()._transport(colocated=False)
 
     def _make_client(self, url: str) -> VLLMClient:
         return DynamoClient(url, self.options.http, self.dynamo)

@@ -6,14 +6,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, get_args
 
 from weight_update.delivery.delivery import Delivery
+from weight_update.delivery.deployment import Deployment
+from weight_update.delivery.ranks import Ranks
 from weight_update.errors import UpdateTimeout, WeightUpdateError
 from weight_update.options import (
     DIRECTORY_VARIABLE,
-    MASTER_ADDRESS_VARIABLE,
     Backend,
     DeviceLike,
     DTypeLike,
@@ -34,7 +35,7 @@ from weight_update.options import (
     read_text,
 )
 from weight_update.synchronizers.leading import leads
-from weight_update.transports.address import check_address
+from weight_update.transports.address import read_master_address
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.name_map import check_name_map
 
@@ -42,6 +43,7 @@ _log = logging.getLogger("weight_update")
 
 T = TypeVar("T")
 R = TypeVar("R")
+E = TypeVar("E", bound="Served")
 
 Part = Literal["weights", "kv_cache"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -97,7 +99,10 @@ def read_options(given: ServerOptions, **more: Any) -> UpdateOptions:
     """
     unknown = set(given) - set(ServerOptions.__annotations__)
     if unknown:
-        raise TypeError(f"unexpected keyword argument(s): {', '.join(sorted(unknown))}")
+        raise TypeError(
+            f"unexpected keyword argument(s): {', '.join(sorted(unknown))}; besides its own, a "
+            f"generation takes {', '.join(sorted(ServerOptions.__annotations__))}"
+        )
     rest: dict[str, Any] = dict(given)
     check_name_map(rest.get("name_map"))
     http = HttpOptions.read(
@@ -107,8 +112,7 @@ def read_options(given: ServerOptions, **more: Any) -> UpdateOptions:
         ca_file=rest.pop("ca_file", None),
         use_proxies=rest.pop("use_proxies", False),
     )
-    address = rest.pop("master_address", None) or read_text(MASTER_ADDRESS_VARIABLE)
-    rest["master_address"] = check_address(address) if address else None
+    rest["master_address"] = read_master_address(rest.get("master_address"))
     if rest.get("bucket_bytes") is None:
         rest["bucket_bytes"] = read_bucket_bytes()
     if rest.get("directory") is None:
@@ -145,7 +149,7 @@ class Served(Protocol):
 
 
 @dataclass
-class Occupation:
+class Occupation(Generic[E]):
     """What one engine has freed of its memory.
 
     An engine may end over a part that is freed or taken back twice, so what was asked for is
@@ -156,7 +160,7 @@ class Occupation:
         freed: What it has freed, as far as this process knows.
     """
 
-    engine: Served
+    engine: E
     freed: set[Part] = field(default_factory=set)
     _start: str | None = None
 
@@ -203,7 +207,7 @@ class Occupation:
         self._start = start
 
 
-class ServedGeneration(ABC):
+class ServedGeneration(ABC, Generic[E]):
     """Inference servers as a synchronizer's generation side.
 
     Args:
@@ -228,7 +232,7 @@ class ServedGeneration(ABC):
         self,
         names: Sequence[str],
         options: UpdateOptions,
-        open_engine: Callable[[str], Served],
+        open_engine: Callable[[str], E],
         *,
         needs_offload: bool = False,
     ) -> None:
@@ -236,6 +240,7 @@ class ServedGeneration(ABC):
         self.urls = tuple(names)
         self.options = options
         self.needs_offload = needs_offload
+        self._delivery: Delivery | None = None
         self._served = [Occupation(open_engine(name)) for name in self.urls]
 
     @property
@@ -248,15 +253,31 @@ class ServedGeneration(ABC):
         """What becomes of requests in flight."""
         return self.options.effective_pause_mode()
 
-    @abstractmethod
     def delivery(self, *, colocated: bool, timeout_s: float | None, policy: Any) -> Delivery:
         """What brings a policy's weights to these servers.
 
         Args:
-            colocated: Whether trainer and servers share their devices.
+            colocated: Whether trainer and servers share their devices: servers open memory that
+                the trainer shares.
             timeout_s: Seconds for a whole update; None takes the options'.
             policy: The trainer's side.
+
+        Raises:
+            ConfigurationError: The options ask for a transport that does not go with it.
         """
+        options = self.options if timeout_s is None else replace(self.options, timeout=timeout_s)
+        options = replace(options, transport=self._transport(colocated=colocated))
+        self.policy = policy
+        self._delivery = Delivery(self.urls, options, self._deployment)
+        return self._delivery
+
+    @abstractmethod
+    def _transport(self, *, colocated: bool) -> Transport:
+        """The transport that goes with a placement; raises if the options ask for another one."""
+
+    @abstractmethod
+    def _deployment(self, options: UpdateOptions, ranks: Ranks) -> Deployment:
+        """The deployment of these servers."""
 
     def prepare_refit_info(self, info: Any) -> None:
         """Notes what will come; the servers themselves are told by each request.
@@ -312,7 +333,7 @@ class ServedGeneration(ABC):
     def _leads(self) -> bool:
         return self.policy is None or leads(self.policy.source, self.options.trainer_ranks)
 
-    def _on_all(self, call: Callable[[Occupation, Deadline], R]) -> list[R]:
+    def _on_all(self, call: Callable[[Occupation[E], Deadline], R]) -> list[R]:
         return on_all(self._served, call, Deadline(self.options.timeout))
 
 

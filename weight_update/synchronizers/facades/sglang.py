@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, Unpack, cast
 
-from weight_update.delivery.delivery import Delivery
-from weight_update.delivery.deployment import SGLangDeployment
+from weight_update.delivery.ranks import Ranks
+from weight_update.delivery.sglang import SGLangDeployment
 from weight_update.engines.sglang.actor import SCHEME, ActorCalls, is_actor, name_of, url_of
 from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.engines.sglang.session import SGLangSession
 from weight_update.errors import ConfigurationError, UpdateTimeout
 from weight_update.options import (
     PauseMode,
+    Transport,
     UpdateOptions,
     check_choice,
     parse_server_urls,
@@ -27,6 +27,7 @@ from weight_update.synchronizers.facades.served import (
     ServerOptions,
     read_options,
 )
+from weight_update.synchronizers.quantization import check_scheme
 from weight_update.waiting import Deadline
 
 _log = logging.getLogger("weight_update")
@@ -42,7 +43,7 @@ _TAGS: dict[Part, tuple[str, ...]] = {
 _LOST = "its weights went with the memory that it freed"
 
 
-class SGLangGeneration(ServedGeneration):
+class SGLangGeneration(ServedGeneration["SGLangServed"]):
     """SGLang servers that generate with a policy's weights.
 
     Args:
@@ -94,6 +95,8 @@ class SGLangGeneration(ServedGeneration):
         **options: Unpack[ServerOptions],
     ) -> None:
         check_choice("kv_policy", kv_policy, KvPolicy)
+        if pause_generation_mode is not None:
+            check_choice("pause_generation_mode", pause_generation_mode, PauseMode)
         given = read_options(
             options,
             pause_mode=pause_generation_mode,
@@ -103,10 +106,9 @@ class SGLangGeneration(ServedGeneration):
         _refuse_stale(kv_policy, given)
         self.kv_policy = kv_policy
         self.rollout_engine_lock = threading.Lock()
-        self._quantization = {"scheme": "bf16", **(quantization or {})}
+        self._quantization = _checked_quantization(quantization)
         self._engines = _by_name(engines, given)
         self._offsets = _offsets_of(self._engines, engine_gpu_offsets)
-        self._delivery: Delivery | None = None
         self._met: dict[str, str | None] = {}
         self._seen: dict[str, str | None] = {}
         super().__init__(
@@ -129,28 +131,19 @@ class SGLangGeneration(ServedGeneration):
         """The same."""
         return self.sglang_cfg
 
-    def delivery(self, *, colocated: bool, timeout_s: float | None, policy: Any) -> Delivery:
-        """What brings a policy's weights to these servers.
+    def _transport(self, *, colocated: bool) -> Transport:
+        given = self.options.transport
+        if colocated and given not in ("auto", "ipc"):
+            raise ConfigurationError(
+                f"transport={given!r} does not go with colocated engines, which open the "
+                "trainer's memory",
+                remedy="leave transport='auto', or say that they are not colocated",
+            )
+        return "ipc" if colocated else given
 
-        Args:
-            colocated: Whether trainer and servers share their devices: engines open memory that
-                the trainer shares. Otherwise the options' transport is taken.
-            timeout_s: Seconds for a whole update; None takes the options'.
-            policy: The trainer's side; nothing of it is needed here.
-
-        Raises:
-            ConfigurationError: The options ask for a transport that does not go with it.
-        """
-        options = self.options if timeout_s is None else replace(self.options, timeout=timeout_s)
-        if colocated:
-            options = replace(options, transport=_shared(options))
+    def _deployment(self, options: UpdateOptions, ranks: Ranks) -> SGLangDeployment:
         actors = {name: e for name, e in self._engines.items() if name.startswith(SCHEME)}
-        self._delivery = Delivery(
-            self.urls,
-            options,
-            lambda o, ranks: SGLangDeployment(o, ranks, actors=actors, offsets=self._offsets),
-        )
-        return self._delivery
+        return SGLangDeployment(options, ranks, actors=actors, offsets=self._offsets)
 
     def _doubt(self, name: str, why: str) -> None:
         if self._delivery is not None:
@@ -171,7 +164,7 @@ class SGLangGeneration(ServedGeneration):
         New is who was not there, or started anew, since
         :meth:`clear_updatable_num_new_engines`: it has to be joined.
         """
-        seen = self._on_all(lambda o, d: _of(o.engine).look(d))
+        seen = self._on_all(lambda o, d: o.engine.look(d))
         self._seen = {name: start for name, (start, _) in zip(self.urls, seen, strict=True)}
         counts = [ranks for _, ranks in seen]
         new = sum(name not in self._met or self._met[name] != s for name, s in self._seen.items())
@@ -190,19 +183,19 @@ class SGLangGeneration(ServedGeneration):
         """
         wanted = self.pause_generation_mode if mode is None else mode
         check_choice("mode", wanted, PauseMode)
-        self._on_all(lambda o, d: _of(o.engine).pause(wanted, d))
+        self._on_all(lambda o, d: o.engine.pause(wanted, d))
 
     def continue_generation(self) -> None:
         """Lets all servers generate again; harmless when they do."""
-        self._on_all(lambda o, d: _of(o.engine).resume_generation(d))
+        self._on_all(lambda o, d: o.engine.resume_generation(d))
 
     def begin_weight_update(self) -> None:
         """Opens the update that requests need from 0.5.21 on; one that is open is closed first."""
-        self._on_all(lambda o, d: _of(o.engine).begin(d))
+        self._on_all(lambda o, d: o.engine.begin(d))
 
     def end_weight_update(self) -> None:
         """Closes the update."""
-        self._on_all(lambda o, d: _of(o.engine).end(d))
+        self._on_all(lambda o, d: o.engine.end(d))
 
 
 class SGLangServed:
@@ -301,22 +294,28 @@ class SGLangServed:
             self.look(deadline)
 
 
-def _of(engine: object) -> SGLangServed:
-    return cast("SGLangServed", engine)
-
-
 def _by_name(engines: Any, options: UpdateOptions) -> dict[str, Any]:
     """Engines by URL, or by name where they have none.
 
     Raises:
         ConfigurationError: One is neither a URL nor an actor, or is given twice.
     """
+    if not isinstance(engines, (str, Sequence)) and not is_actor(engines):
+        raise ConfigurationError(f"engines={engines!r} must be a URL, an actor, or several of them")
     given = [engines] if isinstance(engines, str) or is_actor(engines) else list(engines)
     names = [_name_of(engine, options) for engine in given]
     urls = [name for name in names if not name.startswith(SCHEME)]
     if urls or not given:
         parse_server_urls(urls)  # raises if one is there twice, however it is spelled
     return dict(zip(names, given, strict=True))
+
+
+def _checked_quantization(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(given, (Mapping, type(None))):
+        raise ConfigurationError(f"quantization={given!r} must be a mapping with a 'scheme'")
+    settings = {"scheme": "bf16", **(given or {})}
+    check_scheme(settings["scheme"])
+    return settings
 
 
 def _offsets_of(engines: Mapping[str, Any], offsets: Sequence[int] | None) -> dict[str, int]:
@@ -344,16 +343,6 @@ def _name_of(engine: Any, options: UpdateOptions) -> str:
         f"an engine is a URL or a Ray actor, and not a {type(engine).__name__}",
         remedy="pass 'http://host:port', or the handle of an actor that holds an engine",
     )
-
-
-def _shared(options: UpdateOptions) -> Literal["ipc"]:
-    if options.transport not in ("auto", "ipc"):
-        raise ConfigurationError(
-            f"transport={options.transport!r} does not go with colocated engines, which open the "
-            "trainer's memory",
-            remedy="leave transport='auto', or say that they are not colocated",
-        )
-    return "ipc"
 
 
 def _refuse_stale(kv_policy: KvPolicy, options: UpdateOptions) -> None:

@@ -53,7 +53,10 @@ class TorchPolicy:
                 remedy="pass the model, or a function that returns what to send",
             )
         if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
-            raise ConfigurationError(f"{type(optimizer).__name__} has no optimizer's state")
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has no optimizer's state",
+                remedy="pass the optimizer itself, or None",
+            )
         self.cfg = {} if cfg is None else cfg
         self._model = model
         module = model if isinstance(model, nn.Module) else None

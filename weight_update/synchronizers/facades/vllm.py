@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Literal, Unpack, get_args
+from collections.abc import Callable, Sequence
+from typing import Unpack, get_args
 
-from weight_update.delivery.delivery import Delivery
+from weight_update.delivery.ranks import Ranks
 from weight_update.delivery.vllm import VLLMDeployment
-from weight_update.engines.vllm.client import VLLMClient
+from weight_update.engines.vllm.client import SleepLevel, VLLMClient
 from weight_update.engines.vllm.engine import VLLMControls
-from weight_update.engines.vllm.facts import instance_of
+from weight_update.engines.vllm.facts import instance_of, keeps_memory
 from weight_update.errors import ConfigurationError, EngineUnreachable
-from weight_update.options import HttpOptions, PauseMode, Transport, parse_server_urls
+from weight_update.options import (
+    PauseMode,
+    Transport,
+    UpdateOptions,
+    check_choice,
+    parse_server_urls,
+)
 from weight_update.report import EngineOutcome, EngineState
 from weight_update.synchronizers.facades.served import (
     PARTS,
@@ -21,17 +26,14 @@ from weight_update.synchronizers.facades.served import (
     Part,
     ServedGeneration,
     ServerOptions,
-    on_all,
     read_options,
 )
 from weight_update.waiting import Deadline
 
 _log = logging.getLogger("weight_update")
 
-SleepLevel = Literal[1, 2]
 
-
-class VLLMGeneration(ServedGeneration):
+class VLLMGeneration(ServedGeneration["VLLMServed"]):
     """vLLM servers that generate with a policy's weights.
 
     They are started with ``VLLM_SERVER_DEV_MODE=1`` and a weight transfer backend, or with the
@@ -42,8 +44,9 @@ class VLLMGeneration(ServedGeneration):
         pause_generation_mode: What becomes of requests in flight during an update: ``"retract"``
             freezes them, and they are computed anew when they go on; ``"abort"`` ends them early.
         needs_offload: Whether the servers sleep in :meth:`finish_generation` and wake up in
-            :meth:`prepare_for_generation`. It takes ``--enable-sleep-mode``; on a CPU a server
-            keeps its memory, and all the same generates nothing until it is fully awake.
+            :meth:`prepare_for_generation`. It takes ``--enable-sleep-mode``, which vLLM has
+            on GPUs only; without it a server keeps its memory, which is warned of, and all the
+            same generates nothing until it is fully awake.
         sleep_level: 1 keeps the weights of a server that sleeps in memory of its host, so that an
             update that fails leaves the old ones. 2 forgets them: what it takes back is no model
             until an update brought one.
@@ -77,35 +80,16 @@ class VLLMGeneration(ServedGeneration):
     ) -> None:
         if sleep_level not in get_args(SleepLevel):
             raise ConfigurationError(f"sleep_level={sleep_level!r} must be 1 or 2")
+        check_choice("pause_generation_mode", pause_generation_mode, PauseMode)
         _refuse_stale(pause_generation_mode)
         self.sleep_level = sleep_level
-        self._delivery: Delivery | None = None
         self._clients: dict[str, VLLMClient] = {}
         super().__init__(
             parse_server_urls(urls),
             read_options(options, pause_mode=pause_generation_mode),
-            lambda url: VLLMServed(self, self._open_client(url), sleep_level),
+            lambda url: VLLMServed(self._open_client(url), sleep_level, self._outcome),
             needs_offload=needs_offload,
         )
-
-    def delivery(self, *, colocated: bool, timeout_s: float | None, policy: object) -> Delivery:
-        """What brings a policy's weights to these servers.
-
-        Args:
-            colocated: Whether trainer and servers share their devices: workers open memory that
-                the trainer shares. Otherwise weights are broadcast.
-            timeout_s: Seconds for a whole update; None takes the options'.
-            policy: The trainer's side; nothing of it is needed here.
-
-        Raises:
-            ConfigurationError: The options ask for a transport that does not go with it.
-        """
-        options = self.options if timeout_s is None else replace(self.options, timeout=timeout_s)
-        options = replace(options, transport=_transport(options.transport, colocated))
-        self._delivery = Delivery(
-            self.urls, options, lambda o, ranks: VLLMDeployment(o, ranks, self._open_client)
-        )
-        return self._delivery
 
     def get_inference_world_size(self) -> int:
         """How many workers all servers have together.
@@ -113,8 +97,7 @@ class VLLMGeneration(ServedGeneration):
         Raises:
             EngineUnreachable: A server does not say.
         """
-        deadline = Deadline(self.options.timeout)
-        return sum(on_all(self._engines(), lambda engine, d: engine.ranks(d), deadline))
+        return sum(self._on_all(lambda o, d: o.engine.ranks(d)))
 
     def prepare_for_generation(self, *, tags: Sequence[str] | None = None) -> None:
         """Wakes the servers up, weights first; those that are awake are left alone.
@@ -131,10 +114,22 @@ class VLLMGeneration(ServedGeneration):
             self._on_all(_sleep_on)
         super().prepare_for_generation(tags=tags)
 
-    def outcome(self, url: str) -> EngineOutcome | None:
-        """What the last delivery knows of a server; None before there is one."""
-        known: Mapping[str, EngineOutcome] = {}
-        return (known if self._delivery is None else self._delivery.engines).get(url)
+    def _transport(self, *, colocated: bool) -> Transport:
+        given = self.options.transport
+        wanted: Transport = "ipc" if colocated else "broadcast"
+        if given not in ("auto", wanted):
+            raise ConfigurationError(
+                f"transport={given!r} does not go with colocated={colocated}, which takes "
+                f"{wanted!r}",
+                remedy="leave transport='auto'",
+            )
+        return wanted
+
+    def _deployment(self, options: UpdateOptions, ranks: Ranks) -> VLLMDeployment:
+        return VLLMDeployment(options, ranks, self._open_client)
+
+    def _outcome(self, url: str) -> EngineOutcome | None:
+        return None if self._delivery is None else self._delivery.engines.get(url)
 
     def _open_client(self, url: str) -> VLLMClient:
         # One for updates and memory: it knows whether it put the server to sleep.
@@ -145,24 +140,28 @@ class VLLMGeneration(ServedGeneration):
     def _make_client(self, url: str) -> VLLMClient:
         return VLLMClient(url, self.options.http)
 
-    def _engines(self) -> list[VLLMServed]:
-        return [_of(occupation) for occupation in self._served]
-
 
 class VLLMServed:
     """One server, as the facade speaks to it outside of updates.
 
     Args:
-        generation: Knows what updates left on it.
         client: Speaks to it.
         level: How deep it sleeps.
+        outcome: Tells by URL what updates left on it; None before there was one.
     """
 
-    def __init__(self, generation: VLLMGeneration, client: VLLMClient, level: SleepLevel) -> None:
+    def __init__(
+        self,
+        client: VLLMClient,
+        level: SleepLevel,
+        outcome: Callable[[str], EngineOutcome | None],
+    ) -> None:
         self.url = client.url
-        self._generation, self._client, self._level = generation, client, level
-        self._controls = VLLMControls(client.url, HttpOptions(), client)
+        self._client, self._level, self._outcome = client, level, outcome
+        self._controls = VLLMControls(client)
         self._start: str | None = None
+        self._keeps_memory = False
+        self._found_paused = False
 
     def ranks(self, deadline: Deadline) -> int:
         """How many workers it has."""
@@ -175,7 +174,8 @@ class VLLMServed:
 
     def start_of(self, deadline: Deadline) -> str | None:
         """What this start of the server has of its own; one that started anew is awake."""
-        start = instance_of(self._client.server_info(deadline))
+        info = self._client.server_info(deadline)
+        start, self._keeps_memory = instance_of(info), keeps_memory(info)
         self._client.asleep = self._client.asleep and start == self._start
         self._start = start
         return start
@@ -190,6 +190,14 @@ class VLLMServed:
 
     def release(self, parts: Sequence[Part], deadline: Deadline) -> None:
         """Has it sleep, once its requests have ended; vLLM frees both parts or none."""
+        if self._keeps_memory:
+            _log.warning(
+                "%s sleeps and keeps its memory: start it with --enable-sleep-mode, which vLLM "
+                "has on GPUs only, or leave needs_offload=False",
+                self.url,
+            )
+        if not self._client.asleep:  # asleep, it is paused by this facade
+            self._found_paused = self._client.paused(deadline) is True
         self._client.sleep(self._level, deadline, mode="wait")
 
     def resume(self, part: Part, deadline: Deadline) -> None:
@@ -200,10 +208,11 @@ class VLLMServed:
         self._client.wake_up(deadline, tags=[part])
 
     def _held(self) -> bool:
-        """Whether an update left it paused, with weights that are not one model's."""
-        outcome = self._generation.outcome(self.url)
-        broken = (EngineState.MIXED, EngineState.UNREACHABLE)
-        return outcome is not None and outcome.paused and outcome.state in broken
+        """Whether an update, maybe another trainer's, left it paused with mixed weights."""
+        outcome = self._outcome(self.url)
+        if outcome is None or outcome.state is EngineState.OLD:
+            return self._found_paused
+        return outcome.paused and outcome.state is not EngineState.NEW
 
     def flush(self, deadline: Deadline) -> None:
         """Drops the prefix cache; requests that run are computed anew."""
@@ -214,26 +223,10 @@ class VLLMServed:
         self._client.close()
 
 
-def _sleep_on(occupation: Occupation, deadline: Deadline) -> None:
+def _sleep_on(occupation: Occupation[VLLMServed], deadline: Deadline) -> None:
     """One that was not woken up fully, since its weights were mixed, is to be woken up yet."""
-    if not occupation.freed and _of(occupation).asleep:
+    if not occupation.freed and occupation.engine.asleep:
         occupation.find_freed(deadline)
-
-
-def _of(occupation: Occupation) -> VLLMServed:
-    engine = occupation.engine
-    assert isinstance(engine, VLLMServed)
-    return engine
-
-
-def _transport(given: Transport, colocated: bool) -> Transport:
-    wanted: Transport = "ipc" if colocated else "broadcast"
-    if given not in ("auto", wanted):
-        raise ConfigurationError(
-            f"transport={given!r} does not go with colocated={colocated}, which takes {wanted!r}",
-            remedy="leave transport='auto'",
-        )
-    return wanted
 
 
 def _refuse_stale(mode: PauseMode) -> None:

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from weight_update.errors import ConfigurationError, MissingSetting, WeightUpdateError
-from weight_update.synchronizers.base import DeliverySynchronizer
-from weight_update.synchronizers.exchange import Exchange, Refit
+from weight_update.synchronizers.base import ColocatedSynchronizer, DeliverySynchronizer
+from weight_update.synchronizers.exchange import Exchange, Refit, verdicts_of
+from weight_update.synchronizers.quantization import check_scheme
 from weight_update.synchronizers.resolve import resolve
 from weight_update.waiting import Deadline
-
-SCHEMES = ("bf16", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,7 @@ class SGLangExchange(Exchange, ABC):
             target_precision=quantization["scheme"],
             sglang_quantization_cfg=quantization,
         )
-        results = resolve(sent, deadline)
-        if not isinstance(results, (list, tuple)):
-            return
+        results = verdicts_of(resolve(sent, deadline))
         refused = [result for result in results if result is not None and not result]
         if refused or (self.layout.engines and not results):
             what = "refused to send" if refused else "sent anything"
@@ -150,26 +147,11 @@ class DisaggregatedExchange(SGLangExchange):
         return self.policy.update_weights_to_sglang_distributed(rollout_engine_lock=lock, **how)
 
 
-class SGLangColocatedWeightSynchronizer(DeliverySynchronizer):
-    """The trainer and SGLang share GPUs: each lends the other memory while it is needed.
-
-    Offload the trainer, prepare weights, update, restore the trainer, prepare the KV cache. The
-    last two run after a failure too.
-    """
-
-    colocated = True
+class SGLangColocatedWeightSynchronizer(ColocatedSynchronizer):
+    """The trainer and SGLang share GPUs; see :class:`ColocatedSynchronizer` for the steps."""
 
     def _exchange(self) -> Exchange:
         return ColocatedExchange(self.policy, self.generation, self._refit_timeout_s)
-
-    @contextmanager
-    def _phases(self) -> Iterator[None]:
-        with self._restoring(self._restore) as later:
-            self._carrier.together(self._offload)
-            self._carrier.recover()
-            later.append(self._prepare_kv_cache)
-            self._carrier.together(self._prepare_weights)
-            yield
 
 
 class SGLangDisaggregatedWeightSynchronizer(DeliverySynchronizer):
@@ -231,10 +213,7 @@ def quantization_of(generation: Any) -> dict[str, Any]:
             phase="plan",
             remedy="set sglang_cfg.quantization.scheme, 'bf16' for weights as they are",
         ) from error
-    if scheme not in SCHEMES:
-        raise ConfigurationError(
-            f"quantization.scheme={scheme!r} must be one of {', '.join(SCHEMES)}", phase="plan"
-        )
+    check_scheme(scheme)
     return settings
 
 

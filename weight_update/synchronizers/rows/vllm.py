@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from weight_update.synchronizers.base import DeliverySynchronizer
+from weight_update.synchronizers.base import ColocatedSynchronizer, DeliverySynchronizer
 from weight_update.synchronizers.exchange import Exchange, Refit, checked
 from weight_update.synchronizers.membership import (
     RefitMembership,
@@ -158,26 +158,13 @@ def both(send: Callable[[], Any], receive: Callable[[], Any], deadline: Deadline
     return resolve([sent, received], deadline)[1]
 
 
-class IPCWeightSynchronizer(DeliverySynchronizer):
-    """The trainer and vLLM share GPUs: each lends the other memory while it is needed.
+class IPCWeightSynchronizer(ColocatedSynchronizer):
+    """The trainer and vLLM share GPUs; see :class:`ColocatedSynchronizer` for the steps."""
 
-    Offload the trainer, prepare weights, update, restore the trainer, prepare the KV cache. The
-    last two run after a failure too.
-    """
-
-    colocated = True
     takes_kv_scales = True
 
     def _exchange(self) -> Exchange:
         return IPCExchange(self.policy, self.generation, self._refit_timeout_s)
-
-    @contextmanager
-    def _phases(self) -> Iterator[None]:
-        with self._restoring(self._restore) as later:
-            self._carrier.together(self._offload)
-            later.append(self._prepare_kv_cache)
-            self._carrier.together(self._prepare_weights)
-            yield
 
 
 class CollectiveWeightSynchronizer(DeliverySynchronizer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -70,13 +69,10 @@ def told(shared: Sequence[SharedTensor]) -> dict[str, Any]:
     """Where shared tensors lie, as a message can hold it."""
     memories = list(dict.fromkeys(tensor.memory for tensor in shared))
     numbers = {memory: index for index, memory in enumerate(memories)}
-    rows = [(numbers[t.memory], str(t.dtype)[6:], t.shape, t.offset) for t in shared]
-    return {
-        "memories": [
-            (m.device, [_written(part) for part in m.opening], m.nbytes) for m in memories
-        ],
-        "tensors": rows,
-    }
+    rows = [
+        (numbers[t.memory], str(t.dtype).removeprefix("torch."), t.shape, t.offset) for t in shared
+    ]
+    return {"memories": [(m.device, m.plain_opening, m.nbytes) for m in memories], "tensors": rows}
 
 
 def heard(message: Mapping[str, Any]) -> tuple[SharedTensor, ...]:
@@ -97,12 +93,8 @@ def heard(message: Mapping[str, Any]) -> tuple[SharedTensor, ...]:
     )
 
 
-def _written(part: Any) -> Any:
-    return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
-
-
 def _read(part: Any) -> Any:
-    return base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
+    return bytes.fromhex(part["hex"]) if isinstance(part, dict) else part
 
 
 def _plain(value: Any) -> Any:

@@ -114,28 +114,33 @@ class Torn:
         return f"{some_of(self.given)} without {some_of(self.lacking)}"
 
 
-def incomplete(names: Iterable[str], known_names: Iterable[str] | None = None) -> list[Torn]:
+def incomplete(
+    names: Iterable[str], known_names: Iterable[str] | None = None, *, layers: bool = False
+) -> list[Torn]:
     """The sets that engines fuse and that ``names`` bring in part.
 
     Args:
         names: Of a push that may hold some weights only.
-        known_names: Of the whole model. Without them, a set is judged by what models of its
-            kind always have.
+        known_names: Of the whole model. What they do not tell, and without them every set, is
+            judged by what models of its kind always have.
+        layers: Whether all weights of a layer are a set, its bias too.
 
     Example:
         >>> print(*incomplete(["a.q_proj.weight", "a.k_proj.weight"]))
         'a.q_proj.weight', 'a.k_proj.weight' without 'a.v_proj.weight'
         >>> incomplete(["a.q_proj.weight"], known_names=["a.q_proj.weight", "norm.weight"])
         []
+        >>> print(*incomplete(["a.norm.bias"], layers=True))
+        'a.norm.bias' without 'a.norm.weight'
     """
     names = list(names)
-    given = _sets(names)
-    if known_names is not None:
-        known = _sets(known_names)
-        expected = {group: list(known.get(group, ())) for group in given}
-    else:
-        modules = {name.rpartition(".")[0] for name in names}
-        expected = {group: _usual(members, modules) for group, members in given.items()}
+    given = _sets(names, layers=layers)
+    known = _sets(known_names or (), layers=layers)
+    modules = {name.rpartition(".")[0] for name in names}
+    expected = {
+        group: known.get(group) or _usual(members, modules, layers=layers)
+        for group, members in given.items()
+    }
     return [
         Torn(group, tuple(members), tuple(lacking), _is_latent(group))
         for group, members in given.items()
@@ -143,21 +148,29 @@ def incomplete(names: Iterable[str], known_names: Iterable[str] | None = None) -
     ]
 
 
-def _sets(names: Iterable[str]) -> dict[str, dict[str, None]]:
+def _sets(names: Iterable[str], *, layers: bool) -> dict[str, dict[str, None]]:
     """The members of every set, in order; all experts of a layer are one set."""
     sets: dict[str, dict[str, None]] = defaultdict(dict)
     for name in names:
-        group = group_of(name)
+        group = group_of(name) or (_layer_of(name) if layers else None)
         if group is not None:
             sets[set_of(group) or group][name] = None
     return sets
 
 
-def _usual(members: Iterable[str], modules: Set[str]) -> list[str]:
+def _layer_of(name: str) -> str | None:
+    """The layer of a weight; experts that are one tensor already are judged by nobody."""
+    layer = name.rpartition(".")[0]
+    return layer if layer and not layer.endswith(_EXPERTS[:-1]) else None
+
+
+def _usual(members: Iterable[str], modules: Set[str], *, layers: bool) -> list[str]:
     """What models always have beside these members."""
     usual: dict[str, None] = {}
     for name in members:
         module, _, leaf = name.rpartition(".")
+        if layers and leaf == "bias":
+            usual[f"{module}.weight"] = None
         parent, dot, own = module.rpartition(".")
         for beside in _beside(own, parent + dot, modules):
             usual[f"{parent}{dot}{beside}.{leaf}"] = None
