@@ -143,7 +143,7 @@ def test_the_family_of_routes_is_found_out_unless_it_is_given(
 def test_a_frontend_is_no_worker(servers: list[FakeVLLM]) -> None:
     generation = DynamoGeneration(servers[0].url, timeout=30.0)
 
-    with pytest.raises(ConfigurationError, match="no Dynamo worker .*system URL"):
+    with pytest.raises(ConfigurationError, match=r"no Dynamo worker .*system URL"):
         push(generation)
 
 

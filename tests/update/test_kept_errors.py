@@ -27,7 +27,7 @@ def test_weights_of_a_failed_update_are_freed_though_the_sender_lives(call: str)
 
     with pytest.raises(WeightUpdateError):
         home.updater.update(push())
-    del weights, push
+    weights.clear()
     gc.collect()
 
     assert held() is None
