@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import requests
 
@@ -23,6 +23,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
         time.sleep(0.05)
+
+
+T = TypeVar("T")
+
+
+def caught(attempt: Callable[[], T], *, missed: Callable[[T], bool]) -> T:
+    """The outcome of an attempt whose requests were still in flight when its update came.
+
+    On a busy machine a server may finish thousands of tokens before a starved trainer pauses it,
+    which shows nothing: such an attempt is made again.
+    """
+    for _ in range(4):
+        outcome = attempt()
+        if not missed(outcome):
+            break
+    return outcome
 
 
 class LongRequest:

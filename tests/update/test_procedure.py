@@ -319,10 +319,16 @@ def test_a_failed_update_reports_what_this_update_did_not_what_the_last_did() ->
 
 
 class _Held:
-    """Holds one call of an engine back until the test lets it go."""
+    """Holds one call of an engine back until the test lets it go.
 
-    def __init__(self, engine: Any, call: str, *, then: Exception | None = None) -> None:
+    The future of the call that is held is kept, since the updater forgets it with its update.
+    """
+
+    def __init__(
+        self, engine: Any, call: str, *, then: Exception | None = None, member: Any = None
+    ) -> None:
         self.gate = threading.Event()
+        self.member, self.future = member, None
         self._enter, self._call, self._then = engine._enter, call, then
         self._spent = False
         engine._enter = self
@@ -331,6 +337,9 @@ class _Held:
         self._enter(call)
         if call == self._call and not self._spent:
             self._spent = True
+            if self.member is not None:
+                wait_for(lambda: self.member.call is not None)
+                self.future = self.member.call
             self.gate.wait(20)
             if self._then is not None:
                 raise self._then
@@ -340,17 +349,16 @@ class _Held:
 def test_an_answer_that_comes_after_its_attempt_changes_nothing_in_the_next(fails: bool) -> None:
     home = house(2)
     late = fakes.FAULTS["reset"](home.engines[1].url) if fails else None
-    held = _Held(home.engines[1], "apply", then=late)
+    held = _Held(home.engines[1], "apply", then=late, member=home.updater.roster.members[1])
     home.engines[0].fail("apply", "refuse")
     assert states(failure_of(home))[1] is EngineState.MIXED
     home.engines[1].fail("apply", "refuse", after=3)
     second = _Held(home.engines[0], "begin")
-    late_call = home.updater.roster.members[1].call
 
     def let_go() -> None:
         wait_for(lambda: home.engines[0].calls[-1] == "begin")  # the next attempt is under way
         held.gate.set()
-        wait_for(late_call.done)
+        wait_for(held.future.done)
         second.gate.set()
 
     threading.Thread(target=let_go, daemon=True).start()

@@ -193,7 +193,9 @@ class Updater:
             with turn(self.roster.urls, self.options.when_busy, run.deadline):
                 try:
                     self._attempts(run)
-                except BaseException:
+                except BaseException as error:
+                    if isinstance(error, Exception):
+                        self._note_the_dead(run)
                     self._release(Fleet(self.roster.members), run)
                     raise
                 finally:
@@ -522,8 +524,7 @@ class Updater:
         except Exception as error:  # noqa: BLE001 - re-raised with its report
             phase = run.watch.phase
             failure = wrapped(error, phase)
-            if phase in ("plan", "connect"):
-                self.roster.note_the_dead()
+            self._note_the_dead(run)
             if failure.phase == "configure":
                 failure.phase = phase
             failure.report = self._report(run)
@@ -533,6 +534,10 @@ class Updater:
             interrupt.add_note(f"the weight update was interrupted; {words}")
             _log.warning("the weight update was interrupted; %s", words)
             raise
+
+    def _note_the_dead(self, run: _Run) -> None:
+        if run.watch.phase in ("plan", "connect"):
+            self.roster.note_the_dead()
 
     def _report(self, run: _Run) -> UpdateReport:
         return UpdateReport(
