@@ -29,7 +29,7 @@ from weight_update.synchronizers import (
 )
 from weight_update.waiting import Deadline
 
-from . import ray_engines
+from . import ray_cluster, ray_engines
 from .conftest import kit
 from .ray_engines import EngineWithoutSessions, OwnEngine, RoutedEngine, ServerStarter
 
@@ -47,9 +47,8 @@ Start = Callable[..., Any]
 def cluster() -> Iterator[None]:
     """A cluster of this machine alone; actors run where tests cannot be imported."""
     ray.cloudpickle.register_pickle_by_value(ray_engines)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
+    with ray_cluster.cluster(ray, 2):
+        yield
     ray.cloudpickle.unregister_pickle_by_value(ray_engines)
 
 

@@ -17,6 +17,7 @@ from weight_update.synchronizers import IPCWeightSynchronizer
 from weight_update.synchronizers.resolve import asked, resolve
 from weight_update.waiting import Deadline
 
+from . import ray_cluster
 from .nemo import Journal, NemoPolicy, NemoVLLM, done, failed
 
 
@@ -159,10 +160,8 @@ def test_a_ray_that_is_a_mock_has_no_references(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    module = pytest.importorskip("ray")
-    module.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield module
-    module.shutdown()
+    with ray_cluster.cluster(pytest.importorskip("ray"), 1) as module:
+        yield module
 
 
 def test_references_of_ray_are_waited_for(ray: Any):

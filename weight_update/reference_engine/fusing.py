@@ -23,10 +23,17 @@ class FusingWeights(Weights):
 
     def load(self, arrivals: Sequence[Arrival], faults: Sequence[Fault] = ()) -> None:
         """Copy what arrived, without those whose partners came with another request."""
+        super().load(self._complete(arrivals), faults)
+
+    def take(self, arrivals: Sequence[Arrival]) -> None:
+        """Copy what arrived by one call, without those likewise."""
+        super().take(self._complete(arrivals))
+
+    def _complete(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
         lost = incomplete((name for name, _, _ in arrivals), self._slots)
         for name in lost:
             _log.warning("lost %s: it came without its partners", name)
-        super().load([arrival for arrival in arrivals if arrival[0] not in lost], faults)
+        return [arrival for arrival in arrivals if arrival[0] not in lost]
 
 
 def incomplete(names: Iterable[str], known: Iterable[str]) -> set[str]:
