@@ -73,6 +73,17 @@ class Deadline:
         """Lets ``seconds`` pass."""
         self._clock.sleep(seconds)
 
+    def outlasts(self, pause: float) -> bool:
+        """Lets a pause pass if there is time for it; whether some is left for another try.
+
+        A busy machine sleeps longer than it was told to: who asked before the pause only would try
+        again too late, and lose the words of the try before.
+        """
+        if self.remaining() <= pause:
+            return False
+        self.sleep(pause)
+        return not self.expired()
+
 
 def retry_pauses() -> Iterator[float]:
     """Seconds between two tries of a call that is refused for a while: short ones first.

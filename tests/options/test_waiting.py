@@ -141,3 +141,24 @@ def test_a_stuck_call_does_not_keep_the_interpreter_alive() -> None:
     code = "import time; from weight_update.waiting import spawn; spawn(time.sleep, 600)"
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_a_pause_that_lasts_longer_than_asked_leaves_no_time_for_another_try():
+    now = [0.0]
+
+    def oversleep(seconds: float) -> None:
+        now[0] += seconds + 5.0
+
+    deadline = Deadline(10.0, Clock(lambda: now[0], oversleep))
+
+    assert deadline.outlasts(1.0)
+    assert not deadline.outlasts(1.0)
+    assert now[0] == 12.0
+
+
+def test_a_pause_that_would_outlast_the_deadline_is_not_begun():
+    slept: list[float] = []
+    deadline = Deadline(1.0, Clock(lambda: 0.0, slept.append))
+
+    assert not deadline.outlasts(1.0)
+    assert slept == []

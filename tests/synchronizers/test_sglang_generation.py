@@ -433,8 +433,7 @@ def test_a_cache_that_cannot_be_flushed_is_a_no_and_the_log_says_why(
 
     assert generation(engine, timeout=4.0).invalidate_kv_cache() is False
 
-    reasons = ("Flush cache failed", "no time left for /flush_cache")  # by how busy the machine is
-    assert any(reason in caplog.text for reason in reasons)
+    assert "Flush cache failed" in caplog.text
 
 
 def test_it_may_be_used_again_after_a_shutdown(engine: ReferenceEngine):

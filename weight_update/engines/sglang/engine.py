@@ -293,13 +293,12 @@ class SGLangEngine:
                 return
             if response.status_code in (401, 403, 404):
                 raise self._client.rejection(response, "flush")
-            if deadline.remaining() <= pause:
+            if not deadline.outlasts(pause):
                 raise UpdateTimeout(
                     f"/flush_cache was refused until the deadline: {self._client.words(response)}",
                     engine=self.url,
                     phase="flush",
                 )
-            deadline.sleep(pause)
 
     def flush_once(self, deadline: Deadline) -> bool:
         """Asks for one flush; whether it was done."""

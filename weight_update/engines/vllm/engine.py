@@ -135,10 +135,9 @@ class VLLMControls:
         for pause in retry_pauses():
             if self._client.reset_prefix_cache(deadline, running=True):
                 return
-            if deadline.remaining() <= pause:
+            if not deadline.outlasts(pause):
                 text = "the prefix cache was not emptied: its blocks are held"
                 raise UpdateTimeout(text, engine=self.url, phase="flush")
-            deadline.sleep(pause)
 
     def flush_once(self, deadline: Deadline) -> bool:
         """Asks for one flush; whether it was done. Requests that run keep it from being done."""
