@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from weight_update.collectors.counting import Counters
 from weight_update.delivery.delivery import is_whole, provided
 from weight_update.delivery.ranks import refuse_background
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.update.background import Background
-from weight_update.waiting import spawn
 from weight_update.weights.extract import Metadata, device_of
 
 if TYPE_CHECKING:
     from weight_update.schemes.server_scheme import ServerScheme
-
-# Engines wait, paused, while collectors count.
-_COUNT_SECONDS = 5.0
 
 
 class SGLangWeightSender:
@@ -50,7 +47,7 @@ class SGLangWeightSender:
         # One transport for life: what is known of mixed engines must outlive a group.
         self._transport = scheme.create_transport()
         self._model_ref: Callable[[], Any] | None = None
-        self._collectors: list[Any] = []
+        self._counters = Counters()
         self._background = Background()
 
     def register_model(self, model: nn.Module | Callable[[], Any]) -> None:
@@ -86,10 +83,7 @@ class SGLangWeightSender:
         Raises:
             ConfigurationError: It has no ``increment_version``.
         """
-        if not callable(getattr(collector, "increment_version", None)):
-            raise ConfigurationError(f"{type(collector).__name__} has no increment_version()")
-        if not any(known is collector for known in self._collectors):
-            self._collectors.append(collector)
+        self._counters.add(collector)
 
     def init_all_workers_group(
         self, model_metadata: Metadata | None = None, vllm_engine: Any = None, **ignored: Any
@@ -151,7 +145,9 @@ class SGLangWeightSender:
                 ``EngineUnreachable``, ``UpdateTimeout``.
         """
         return self._transport.update(
-            lambda: self._model() if weights is None else weights, self._count, progress=progress
+            lambda: self._model() if weights is None else weights,
+            self._counters.count,
+            progress=progress,
         )
 
     def update_weights_async(
@@ -181,7 +177,7 @@ class SGLangWeightSender:
         held = self._transport.snapshot(given) if snapshot else given
         return self._background.submit(
             lambda: self._transport.update(
-                lambda: held, self._count, whole=is_whole(given), progress=progress
+                lambda: held, self._counters.count, whole=is_whole(given), progress=progress
             )
         )
 
@@ -206,7 +202,7 @@ class SGLangWeightSender:
                 remedy="pass the module or a Checkpoint",
             )
         source = self._model if given is None else lambda: given
-        return self._transport.recover(source, self._count, progress=progress)
+        return self._transport.recover(source, self._counters.count, progress=progress)
 
     def add_engine(self, url: str) -> None:
         """Adds a server, or a router with its workers; it takes part from the next update on.
@@ -253,7 +249,7 @@ class SGLangWeightSender:
         self._background.cancel()
         self._transport.shutdown()
         self._model_ref = None
-        self._collectors.clear()
+        self._counters.clear()
 
     def __enter__(self) -> SGLangWeightSender:
         return self
@@ -270,11 +266,12 @@ class SGLangWeightSender:
 
     def __getstate__(self) -> dict[str, Any]:
         # A sender that crosses a process is configuration: it registers and connects anew.
-        kept = {k: v for k, v in self.__dict__.items() if k != "_background"}
-        return {**kept, "_model_ref": None, "_collectors": []}
+        own = ("_background", "_counters")
+        kept = {k: v for k, v in self.__dict__.items() if k not in own}
+        return {**kept, "_model_ref": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _background=Background())
+        self.__dict__.update(state, _background=Background(), _counters=Counters())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheme!r}, version={self.version})"
@@ -298,20 +295,3 @@ class SGLangWeightSender:
     def _model_device(self) -> torch.device | None:
         model = None if self._model_ref is None else self._model_ref()
         return device_of(model) if isinstance(model, nn.Module) else None
-
-    def _count(self, version: int) -> list[str]:
-        """Counts in threads: a collector that hangs must not keep others from counting."""
-        calls = [(c, spawn(c.increment_version)) for c in self._collectors]
-        wait([call for _, call in calls], timeout=_COUNT_SECONDS)
-        return [
-            f"{type(collector).__name__}.increment_version() {words} at version {version}"
-            for collector, call in calls
-            if (words := _trouble_of(call))
-        ]
-
-
-def _trouble_of(call: Future[Any]) -> str:
-    if not call.done():
-        return f"did not return within {_COUNT_SECONDS:.0f} s"
-    error = call.exception()
-    return "" if error is None else f"failed ({type(error).__name__}: {error})"

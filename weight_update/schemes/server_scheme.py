@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weight_update.collectors.torchrl_adapter import CollectorScheme, torchrl_logger
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
     DeviceLike,
@@ -19,7 +20,6 @@ from weight_update.options import (
     parse_server_urls,
 )
 from weight_update.schemes.sender import SGLangWeightSender
-from weight_update.schemes.torchrl_adapter import CollectorScheme, torchrl_logger
 from weight_update.schemes.transport import SGLangCollectiveTransport
 
 

@@ -1,0 +1,1 @@
+"""What TorchRL's collectors need of a weight update: they drive it, count it, and sample."""
