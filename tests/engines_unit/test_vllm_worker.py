@@ -11,7 +11,7 @@ from weight_update.errors import WeightUpdateError
 from weight_update.options import UpdateOptions
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.id_group import IdGroups
-from weight_update.vllm_worker import GlooInitInfo, join_gloo, received
+from weight_update.vllm_worker.gloo import GlooInitInfo, join_gloo, received
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import plan_buckets
 from weight_update.weights.extract import extract_weights

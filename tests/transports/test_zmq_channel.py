@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from weight_update import vllm_worker
 from weight_update.errors import (
     ConfigurationError,
     EngineUnreachable,
@@ -28,7 +27,8 @@ from weight_update.errors import (
 from weight_update.options import LoadFormat
 from weight_update.transports.shared_memory import SharedMemoryPacker
 from weight_update.transports.zmq_channel import ZmqChannel, check_zmq
-from weight_update.vllm_worker import receive_shared_weights
+from weight_update.vllm_worker import shared_update
+from weight_update.vllm_worker.shared_update import receive_shared_weights
 from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket, Plan, plan_buckets
 from weight_update.weights.cargo import Terms
@@ -417,7 +417,7 @@ def test_a_trainer_that_is_killed_ends_the_update_at_once(worker: Worker) -> Non
 def test_a_trainer_that_is_silent_is_waited_for_as_long_as_it_said(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_worker, "_LATE_SECONDS", 0.0)
+    monkeypatch.setattr(shared_update, "_LATE_SECONDS", 0.0)
     call = receive(only(trainer.connect()), Shelf())
     trainer.begin()
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from weight_update.vllm_worker import receive_shared_weights
+from weight_update.vllm_worker.shared_update import receive_shared_weights
 from weight_update.waiting import spawn
 
 SECONDS = 60.0

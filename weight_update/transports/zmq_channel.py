@@ -1,8 +1,8 @@
 """The trainer's end of the sockets over which vLLM's workers are told of shared memory.
 
 A REQ socket a worker. Every message is answered before the next one leaves, so a buffer is
-written again only when its bucket was taken. ``weight_update/vllm_worker.py``, the other end, lists
-the messages.
+written again only when its bucket was taken. The other end lists the messages
+(``weight_update/vllm_worker/shared_update.py``).
 """
 
 from __future__ import annotations
