@@ -4,6 +4,7 @@
 # make engines       install the real engines for the CPU, each in its own environment, but for the
 #                    optional ones (scripts/engines/optional.txt); or those that are named:
 #                    make engines ENGINES="sglang-0.5.23 vllm-0.27.1"
+# make test-torchrl  the TorchRL face on another TorchRL (scripts/torchrl), beside the pinned one
 # make check         ruff, formatting, types
 # make soak          1,000 updates with faults under traffic (half an hour); soak.svg is its picture
 #
@@ -16,11 +17,12 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 ENGINE ?= reference
 ENGINES ?=
+TORCHRL ?= 0.13.3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check soak engines clean
+.PHONY: setup demo test test-torchrl check soak engines clean
 
 setup: $(READY)
 
@@ -39,6 +41,11 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),engines)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-torchrl: $(READY)
+	PYTHON=$(BIN)/python bash scripts/torchrl/install.sh $(TORCHRL)
+	WEIGHT_UPDATE_TORCHRL=$(TORCHRL) PYTHONPATH=$(CURDIR)/.engines/torchrl-$(TORCHRL) \
+	  $(BIN)/python -m pytest $$(grep -v '^#' scripts/torchrl/tests.list)
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

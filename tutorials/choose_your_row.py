@@ -36,6 +36,7 @@ vLLM; ``examples/refit_vllm.py --start`` runs them on a CPU too. You need
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,9 @@ from weight_update.synchronizers import (
     WeightSynchronizer,
     create_weight_synchronizer,
 )
+
+as_written = argparse.RawDescriptionHelpFormatter
+argparse.ArgumentParser(description=__doc__, formatter_class=as_written).parse_args()
 
 torch.set_num_threads(1)  # leave the other cores to the servers
 

@@ -29,6 +29,7 @@ checked by an ``assert``. You need ``pip install "weight-update[demo]"``.
 
 from __future__ import annotations
 
+import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,6 +39,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update import EngineState, SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
+
+as_written = argparse.RawDescriptionHelpFormatter
+argparse.ArgumentParser(description=__doc__, formatter_class=as_written).parse_args()
 
 torch.set_num_threads(1)  # leave the other cores to the server
 
@@ -366,4 +370,4 @@ second_engine.stop()
 # One call brings a model into any number of live servers. Keep ``retract`` unless you know why
 # not, read the report, and treat a :class:`~weight_update.WeightUpdateError` as a server that
 # waits for the next push. ``examples/`` has two complete training loops: plain PyTorch, and GRPO
-# in the shape of TorchRL's.
+# with TorchRL, which ``tutorials/train_with_grpo.py`` takes apart.

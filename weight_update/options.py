@@ -129,6 +129,8 @@ class UpdateOptions:
     verify: Verify = "auto"
     when_busy: WhenBusy = "wait"
     stale_cache: StaleCache = "warn"
+    reads_variables: bool = True
+    """Whether TorchRL's variables, which are SGLang's, count; those of the library always do."""
     http: HttpOptions = field(default_factory=HttpOptions)
 
     def __post_init__(self) -> None:
@@ -183,13 +185,18 @@ class UpdateOptions:
             return self.pause_mode
         # An adapter is replaced once no request uses it, and retracted ones never end.
         usual = "abort" if self.lora == "adapter" else "retract"
-        value = os.environ.get(PAUSE_MODE_VARIABLE, "").strip().lower() or usual
+        told = os.environ.get(PAUSE_MODE_VARIABLE, "") if self.reads_variables else ""
+        value = told.strip().lower() or usual
         check_choice(PAUSE_MODE_VARIABLE, value, PauseMode)
         return cast("PauseMode", value)
 
+    def of(self, url: str) -> UpdateOptions:  # noqa: ARG002
+        """Those that hold for one engine: these, unless kinds of engines have their own."""
+        return self
+
     def flush_wanted(self) -> bool:
         """Whether the prefix cache should be flushed; the environment wins when it is set."""
-        from_environment = read_flag(FLUSH_VARIABLE)
+        from_environment = read_flag(FLUSH_VARIABLE) if self.reads_variables else None
         if from_environment is not None:
             return from_environment
         return self.flush_cache_on_update is not False
@@ -362,6 +369,19 @@ def read_bucket_bytes() -> int | None:
             f"{BUCKET_BYTES_VARIABLE}={value!r} is unreadable; accepted: a whole number of bytes"
         )
     return int(value)
+
+
+def read_directory(argument: str | os.PathLike[str] | None) -> str | None:
+    """The folder of an argument, or else that of the environment, if one is set.
+
+    Raises:
+        ConfigurationError: That of the environment cannot be written.
+    """
+    if argument is not None:
+        return os.fspath(argument)
+    directory = read_text(DIRECTORY_VARIABLE)
+    check_directory(DIRECTORY_VARIABLE, directory)
+    return directory
 
 
 def read_text(variable: str) -> str | None:

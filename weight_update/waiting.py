@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
+from queue import Empty, SimpleQueue
 from traceback import clear_frames
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_IDLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,60 @@ def spawn(call: Callable[..., T], *args: object) -> Future[T]:
     run = copy_context().run
     threading.Thread(target=run, args=(_settle, future, call, args), daemon=True).start()
     return future
+
+
+def hand_over(call: Callable[..., T], *args: object) -> Future[T]:
+    """As :func:`spawn`, in a thread that did such a call before, if one is idle.
+
+    To wake a thread takes a fifth of what a new one takes. Only for calls that leave nothing behind
+    in their thread: none of the caller's own code, which may set a device or a mode of torch.
+    """
+    future: Future[T] = Future()
+    _idle.put(partial(copy_context().run, _settle, future, call, args))
+    return future
+
+
+class _IdleThreads:
+    """Daemon threads between two jobs; one that waits for too long ends."""
+
+    def __init__(self) -> None:
+        self._waiting: list[SimpleQueue[Callable[[], object]]] = []
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Wakes a thread, or starts one."""
+        try:
+            inbox = self._waiting.pop()
+        except IndexError:
+            inbox = SimpleQueue()
+            threading.Thread(target=self._serve, args=(inbox,), daemon=True).start()
+        inbox.put(job)
+
+    def forget(self) -> None:
+        """A fork has none of its parent's threads."""
+        self._waiting.clear()
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], object]]) -> None:
+        job: Callable[[], object] | None = inbox.get()
+        while job is not None:
+            job()
+            job = None  # it holds what it was called with
+            self._waiting.append(inbox)
+            job = self._next(inbox)
+
+    def _next(self, inbox: SimpleQueue[Callable[[], object]]) -> Callable[[], object] | None:
+        try:
+            return inbox.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            pass
+        try:
+            self._waiting.remove(inbox)
+        except ValueError:  # taken at this very moment: its job is on the way
+            return inbox.get()
+        return None
+
+
+_idle = _IdleThreads()
+os.register_at_fork(after_in_child=_idle.forget)
 
 
 def _settle(future: Future[T], call: Callable[..., T], args: tuple[object, ...]) -> None:

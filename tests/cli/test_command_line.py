@@ -15,6 +15,7 @@ import weight_update
 from weight_update import options as library
 from weight_update.cli import options
 from weight_update.cli.output import one_interrupt, result_on_stdout
+from weight_update.engines.recognition import EngineName
 
 from . import kit
 from .kit import Checkpoints, run
@@ -139,6 +140,28 @@ def test_completion_completes_commands_and_choices() -> None:
 
 def test_the_pause_modes_are_the_librarys() -> None:
     assert {mode.value for mode in options.PauseMode} == set(get_args(library.PauseMode))
+
+
+def test_the_engines_are_those_that_can_be_recognised() -> None:
+    assert {name.value for name in options.EngineName} == set(get_args(EngineName))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "push --server http://a:1 --pause-mode x .",
+        "doctor --server http://a:1 --engine x",
+        "push --server http://a:1 --transport x .",
+        "bench gpu --job x",
+    ],
+)
+def test_a_wrong_choice_is_told_in_plain_words(words: str) -> None:
+    ended = run(*words.split())
+    assert ended.code == 2
+    last = ended.err.strip().splitlines()[-1]
+    assert last.startswith("Error: Invalid value for '--")
+    assert "'x' is not one of '" in last
+    assert "Value error" not in ended.err
 
 
 def test_the_help_says_what_the_size_of_a_bucket_depends_on() -> None:

@@ -174,9 +174,9 @@ MODELS = {"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]}
     ("answers", "said"),
     [
         ({"/v1/models": (200, MODELS)}, "vLLM"),
-        ({}, "no SGLang server answers here"),
+        ({}, "no SGLang server and no vLLM server answers here"),
         ({"*": (502, "<html>Bad Gateway</html>")}, "502"),
-        ({"*": (200, "<html>welcome</html>")}, "no SGLang server answers here"),
+        ({"*": (200, "<html>welcome</html>")}, "no SGLang server and no vLLM server answers here"),
     ],
     ids=["vLLM", "an empty server", "a gateway", "a web site"],
 )

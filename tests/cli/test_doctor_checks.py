@@ -11,9 +11,9 @@ import torch
 
 from weight_update.cli.doctor_checks import diagnose
 from weight_update.cli.doctor_facts import AddressFacts, Facts, ModelFacts
+from weight_update.engines.probing import ServerFacts
 from weight_update.engines.sglang.capabilities import PROBED_ROUTES
 from weight_update.engines.sglang.names import compare_names
-from weight_update.engines.sglang.probe import ServerFacts
 from weight_update.weights.specs import TensorSpec
 
 URL = "http://10.0.0.5:30000"
@@ -84,8 +84,7 @@ def test_replicas_are_told_that_updates_go_by_disk() -> None:
 PROBLEMS = [
     ("no answer", server(unreachable="connection refused", advice="start it"), "refused"),
     ("a redirect", server(redirect="https://b"), "redirects to https://b"),
-    ("vLLM", server(service="vllm"), "vLLM.*not supported"),
-    ("another service", server(service="other", status=404), "no SGLang server"),
+    ("another service", server(service="other", status=404), "no SGLang server and no vLLM server"),
     ("a gateway", server(status=502, words="Bad Gateway"), "502: Bad Gateway.*directly"),
     ("no key", server(status=401, ordinary_key="missing"), "need a key .401"),
     ("a wrong key", server(status=401, ordinary_key="refused"), "ordinary.*refuse this key .401"),

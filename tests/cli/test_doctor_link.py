@@ -8,7 +8,7 @@ import pytest
 
 from weight_update.cli.doctor_facts import check_facts
 from weight_update.cli.doctor_link import link_findings
-from weight_update.engines.sglang.probe import ServerFacts
+from weight_update.engines.probing import ServerFacts
 from weight_update.options import UpdateOptions
 
 GPU = ServerFacts("http://a:1", info={"device": "cuda"})

@@ -62,7 +62,7 @@ def test_a_named_authority_is_used(secured: tuple[int, Path]) -> None:
     port, certificate = secured
     url = f"https://127.0.0.1:{port}"
     ended = run("doctor", "--server", url, "--ca-file", certificate, "--json")
-    assert "no SGLang server answers here" in problem(ended)
+    assert "no SGLang server and no vLLM server answers here" in problem(ended)
 
 
 def test_plain_http_to_a_tls_server_is_told_to_try_https(secured: tuple[int, Path]) -> None:

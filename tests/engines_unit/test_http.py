@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import requests
+from requests import certs
+from urllib3 import HTTPResponse, HTTPSConnectionPool
 
 from weight_update.engines.http import EngineHttp, json_of
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
@@ -342,24 +344,24 @@ def test_a_refusal_crosses_processes_with_its_answer(server, answer, rebuild) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "verify"),
+    ("options", "checked", "authority"),
     [
-        ({}, True),
-        ({"tls_verify": False}, False),
-        ({"ca_file": __file__}, __file__),
+        ({}, "CERT_REQUIRED", certs.where()),
+        ({"tls_verify": False}, "CERT_NONE", None),
+        ({"ca_file": __file__}, "CERT_REQUIRED", __file__),
     ],
 )
-def test_certificates_are_checked_as_the_options_say(monkeypatch, options, verify) -> None:
+def test_certificates_are_checked_as_the_options_say(
+    monkeypatch, options, checked: str, authority: str | None
+) -> None:
     seen = []
-    answered = requests.Response()
 
-    def send(self, request, **settings):
-        seen.append(settings["verify"])
-        return answered
+    def urlopen(pool, *_: object, **__: object) -> HTTPResponse:
+        seen.append((pool.cert_reqs, pool.ca_certs))
+        return HTTPResponse(b"", status=200)
 
-    monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", send)
-    answered.status_code = 200
+    monkeypatch.setattr(HTTPSConnectionPool, "urlopen", urlopen)
 
     get(client("https://a:1", **options))
 
-    assert seen == [verify]
+    assert seen == [(checked, authority)]

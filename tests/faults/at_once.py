@@ -28,9 +28,14 @@ def spawn_at_once(call: Callable[..., Any], *args: object) -> Future[Any]:
 def one_thread() -> Iterator[None]:
     """Every call of the update procedure runs at once, in the thread that makes it."""
     modules = {n: m for n, m in sys.modules.items() if n.startswith(PACKAGE) and n != KEPT}
-    names = [name for name, module in modules.items() if hasattr(module, "spawn")]
+    names = [
+        f"{name}.{starts}"
+        for name, module in modules.items()
+        for starts in ("spawn", "hand_over")
+        if hasattr(module, starts)
+    ]
     assert names, "the update procedure spawns nothing any more"
-    patches = [patch(f"{name}.spawn", spawn_at_once) for name in names]
+    patches = [patch(name, spawn_at_once) for name in names]
     for each in patches:
         each.start()
     try:

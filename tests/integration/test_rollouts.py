@@ -159,7 +159,8 @@ def test_a_salted_request_uses_no_prefix_of_other_weights(at_a: ReferenceEngine)
 
 def test_the_examples_of_the_page_work(at_a: ReferenceEngine) -> None:
     names: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+    plain = PAGE.read_text().split("\n## TorchRL")[0]
+    for code in re.findall(r"^```python\n(.*?)^```", plain, re.MULTILINE | re.DOTALL):
         exec(compile(code.replace("http://a:30000", at_a.url), str(PAGE), "exec"), names)
     with kit.make_sender(at_a) as sender:
         report = sender.update_weights(kit.llama(1))

@@ -531,7 +531,7 @@ def test_a_collector_that_is_registered_twice_counts_once() -> None:
     sender.register_collector(collector)
     sender.register_collector(collector)
 
-    sender._count(1)
+    sender._counters.count(1)
 
     assert collector.versions == 1
 
@@ -547,7 +547,7 @@ def test_equal_collectors_are_still_two() -> None:
     for collector in collectors:
         sender.register_collector(collector)
 
-    sender._count(1)
+    sender._counters.count(1)
 
     assert [collector.versions for collector in collectors] == [1, 1]
 
@@ -561,7 +561,7 @@ def test_a_collector_that_fails_to_count_does_not_stop_the_next_and_is_told() ->
     sender.register_collector(Broken())
     sender.register_collector(good)
 
-    (warning,) = sender._count(4)
+    (warning,) = sender._counters.count(4)
 
     assert good.versions == 1
     for words in ("Broken", "version 4", "OSError", "disk full"):

@@ -25,9 +25,11 @@ from weight_update.engines.lora import AdapterFolders
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
     BUCKET_BYTES_VARIABLE,
+    FLUSH_VARIABLE,
     MASTER_ADDRESS_VARIABLE,
     PAUSE_MODE_VARIABLE,
 )
+from weight_update.schemes import server_scheme
 
 URL = "http://127.0.0.1:9"
 
@@ -143,10 +145,81 @@ def test_a_bad_argument_is_refused_by_name(bad: dict[str, Any], tmp_path: Path) 
     assert f"{argument}={value!r}" in str(caught.value)
 
 
-def test_all_but_the_url_go_by_name() -> None:
-    kinds = [p.kind for p in inspect.signature(VLLMWeightSyncScheme).parameters.values()]
+def test_positions_are_those_of_the_sglang_scheme() -> None:
+    orders = [
+        [
+            p.name
+            for p in inspect.signature(kind).parameters.values()
+            if p.kind is not p.KEYWORD_ONLY
+        ]
+        for kind in (VLLMWeightSyncScheme, SGLangWeightSyncScheme)
+    ]
+    assert orders[0] == orders[1]
 
-    assert set(kinds[1:]) == {inspect.Parameter.KEYWORD_ONLY}
+
+def test_a_scheme_of_torchrls_arguments_is_told_what_to_pass_instead() -> None:
+    with pytest.raises(ConfigurationError, match="server_url is missing") as caught:
+        VLLMWeightSyncScheme(master_port=29500, gpus_per_replica=2, num_replicas=1, device=0)
+
+    assert "server_url=['http://host:8000'" in caught.value.remedy
+
+
+def test_torchrls_positions_are_refused_since_the_first_is_no_url() -> None:
+    with pytest.raises(ConfigurationError, match="server_url='localhost' needs a scheme"):
+        VLLMWeightSyncScheme("localhost", 29500, 2, 1)
+
+
+def test_torchrls_numbers_count_the_ranks() -> None:
+    scheme = VLLMWeightSyncScheme([URL, "http://127.0.0.2:9"], gpus_per_replica=2, num_replicas=2)
+
+    assert (scheme.num_gpus, scheme.world_size) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"num_replicas": 2}, "num_replicas=2, and server_url names 1"),
+        ({"gpus_per_replica": 2, "num_gpus": 3}, "num_gpus=3, but gpus_per_replica=2"),
+        ({"gpus_per_replica": 0}, "gpus_per_replica=0 must be"),
+    ],
+    ids=str,
+)
+def test_numbers_that_contradict_each_other_are_refused(
+    numbers: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        whole(**numbers)
+
+
+def test_the_strategy_has_both_names() -> None:
+    scheme = whole(strategy="state_dict")
+
+    assert (scheme.strategy_str, scheme.strategy_name) == ("state_dict", "state_dict")
+
+
+class Engine:
+    """What TorchRL's trainers generate with."""
+
+    def __init__(self, server_url: str | None = None) -> None:
+        if server_url is not None:
+            self.server_url = server_url
+
+
+@pytest.mark.parametrize(
+    ("engine", "warned"),
+    [(None, False), (Engine(URL + "/"), False), (Engine("http://b:1"), True), (Engine(), True)],
+    ids=["none", "ours", "elsewhere", "actors"],
+)
+def test_an_engine_that_gets_no_weights_is_warned_of(
+    engine: Any, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(server_scheme.torchrl_logger, "warning", said.append)
+
+    whole().warn_of_stranger(engine)
+
+    assert bool(said) == warned
+    assert all(URL in text for text in said)
 
 
 def test_every_argument_is_kept_and_means_what_it_means_for_sglang(
@@ -157,22 +230,27 @@ def test_every_argument_is_kept_and_means_what_it_means_for_sglang(
         inspect.signature(kind).parameters
         for kind in (VLLMWeightSyncScheme, SGLangWeightSyncScheme)
     )
-    assert set(ours) ^ set(theirs) == {"adapter_directory"} | not_there
+    assert (
+        set(ours) ^ set(theirs)
+        == {"adapter_directory", "gpus_per_replica", "num_replicas"} | not_there
+    )
     for name, parameter in ours.items():
         if "api_key" not in name:
             getattr(scheme, name)
-        if name in theirs:
+        if name in theirs and name != "server_url":
             assert parameter.default == theirs[name].default
 
 
-def test_variables_of_sglang_do_not_set_the_pause_mode(
+def test_variables_of_sglang_set_neither_pause_mode_nor_flush(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(PAUSE_MODE_VARIABLE, "in_place")
+    monkeypatch.setenv(FLUSH_VARIABLE, "no")
 
     assert whole().create_transport().pause_mode == "retract"
     assert built(tmp_path).create_transport().pause_mode == "abort"
     assert built(tmp_path, pause_mode="retract").create_transport().pause_mode == "retract"
+    assert whole().options.flush_wanted()
 
 
 def test_there_is_one_sender_class(scheme: VLLMWeightSyncScheme) -> None:

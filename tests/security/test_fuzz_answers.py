@@ -14,8 +14,7 @@ import pytest
 import requests
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from requests.adapters import BaseAdapter
-from requests.structures import CaseInsensitiveDict
+from urllib3 import HTTPResponse
 
 from weight_update.engines.http import EngineHttp, json_of
 from weight_update.engines.sglang import facts as sglang_facts
@@ -107,25 +106,17 @@ CHARSETS = ["utf-8", "utf-16", "hex", "unicode_escape", "nonsense", "", "utf-7"]
 TYPES = st.sampled_from([None, "application/json", *(f"text/html; charset={c}" for c in CHARSETS)])
 
 
-class Puppet(BaseAdapter):
+class Puppet:
     """Answers every request with what it is told, without a network."""
 
     def __init__(self, answers: list[tuple[int, bytes, str | None]]) -> None:
-        super().__init__()
         self._answers = answers
         self._turn = 0
 
-    def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
+    def ask(self, *_: Any, **__: Any) -> HTTPResponse:
         status, body, kind = self._answers[self._turn % len(self._answers)]
         self._turn += 1
-        response = requests.Response()
-        response.status_code = status
-        response._content = body
-        response.request = request
-        response.url = str(request.url)
-        response.headers = CaseInsensitiveDict({} if kind is None else {"Content-Type": kind})
-        response.encoding = requests.utils.get_encoding_from_headers(response.headers)
-        return response
+        return HTTPResponse(body, {} if kind is None else {"Content-Type": kind}, status)
 
     def close(self) -> None: ...
 
@@ -134,7 +125,7 @@ ANSWERS = st.lists(st.tuples(STATUSES, BODIES, TYPES), min_size=1, max_size=4)
 
 
 def attach(client: SGLangClient, answers: list[tuple[int, bytes, str | None]]) -> SGLangClient:
-    client._http._adapter = Puppet(answers)  # type: ignore[assignment]
+    client._http._connections = Puppet(answers)  # type: ignore[assignment]
     return client
 
 
@@ -259,7 +250,7 @@ def test_any_answer_to_a_diagnosis_is_facts(
 ) -> None:
     asker = sglang_probe._Asker(URL, HttpOptions(api_key="k"), soon())
     for http in (asker._http, asker._keyless):
-        http._adapter = Puppet(answers)  # type: ignore[assignment]
+        http._connections = Puppet(answers)  # type: ignore[assignment]
     facts = answered(lambda: asker.facts(vectors))
     assert isinstance(facts, (sglang_probe.ServerFacts, WeightUpdateError))
 

@@ -10,8 +10,8 @@ from integration import kit
 from integration.kit import BEGIN, INIT, PAUSE
 
 from weight_update import SGLangWeightSyncScheme, WeightUpdateError
+from weight_update.engines.recognition import probe
 from weight_update.engines.sglang.client import SGLangClient
-from weight_update.engines.sglang.probe import probe
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 

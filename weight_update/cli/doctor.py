@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,20 +15,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weight_update.cli.doctor_checks import Diagnosis
-    from weight_update.options import UpdateOptions
+    from weight_update.options import HttpOptions, UpdateOptions
 
 
 HELP = """\
 Say what is found on servers, and whether an update would work. Changes nothing.
 
-It reads release, layout, keys, pause, the address that the servers would be told, and with
---checkpoint whether names, shapes and dtype fit. Only GET and OPTIONS requests are sent, of
-routes that read. What cannot be found out that way is called unknown, never fine: whether a
-server can connect to this host, for one, is proven by an update alone.
+Each server is asked what it is: SGLang, vLLM, or a router in front of such servers. Then it
+reads release, layout, keys, pause, the address that the servers would be told, of vLLM also how
+it was started for updates, and with --checkpoint whether names, shapes and dtype fit. Only GET
+and OPTIONS requests are sent, of routes that read. What cannot be found out that way is called
+unknown, never fine: whether a server can connect to this host, for one, is proven by an update
+alone.
 
 \b
 Example:
   weight-update doctor --server http://127.0.0.1:30000 --checkpoint ./checkpoint
+  weight-update doctor --server http://sglang:30000 --server http://vllm:8000
+  weight-update doctor --server http://vllm:8000 --device cuda
 
 \b
 With --json:
@@ -64,7 +69,10 @@ def doctor(
     server: options.Server,
     checkpoint: CheckpointDir = None,
     as_json: options.Json = False,
+    engine: options.Engine = options.EngineName.AUTO,
     pause_mode: options.Pause = None,
+    device: options.Device = "cpu",
+    transport: options.HowToTravel = None,
     timeout: options.Timeout = 20.0,
     master_address: options.MasterAddress = None,
     master_port: options.MasterPort = None,
@@ -78,11 +86,15 @@ def doctor(
 
     try:
         urls = parse_server_urls(server)
-        chosen = _options(pause_mode, timeout, (master_address, master_port), ca_file)
+        chosen = replace(
+            _options(pause_mode, timeout, (master_address, master_port), ca_file),
+            device=device,
+            transport="auto" if transport is None else transport.value,
+        )
     except ConfigurationError as error:
         usage(str(error))
     model = None if checkpoint is None else ModelFacts.at(checkpoint)
-    diagnosis = diagnose(check_facts(urls, chosen, model))
+    diagnosis = diagnose(check_facts(urls, chosen, model, engine.value))
     if as_json:
         give(diagnosis.to_dict())
     else:
@@ -96,21 +108,22 @@ def _options(
     address: tuple[str | None, int | None],
     ca_file: Path | None,
 ) -> UpdateOptions:
-    from weight_update.options import MASTER_ADDRESS_VARIABLE, HttpOptions, UpdateOptions, read_text
+    from weight_update.options import MASTER_ADDRESS_VARIABLE, UpdateOptions, read_text
 
     return UpdateOptions(
         master_address=address[0] or read_text(MASTER_ADDRESS_VARIABLE),
         master_port=address[1],
         pause_mode=None if pause_mode is None else pause_mode.value,
         timeout=timeout,
-        http=HttpOptions.read(
-            None,
-            None,
-            tls_verify=True,
-            ca_file=None if ca_file is None else str(ca_file),
-            use_proxies=False,
-        ),
+        http=http_options(None if ca_file is None else str(ca_file)),
     )
+
+
+def http_options(ca_file: str | None) -> HttpOptions:
+    """How servers are spoken to; keys come from the environment."""
+    from weight_update.options import HttpOptions
+
+    return HttpOptions.read(None, None, tls_verify=True, ca_file=ca_file, use_proxies=False)
 
 
 def show(diagnosis: Diagnosis, to: Console) -> None:
@@ -146,11 +159,14 @@ def _rows(server: dict[str, Any]) -> list[tuple[str, str]]:
     keys = ", ".join(f"{kind} {state}" for kind, state in (server["keys"] or {}).items())
     running = server["running_requests"]
     layout = ", ".join(f"{n} {server[n]}" for n in ("tp", "pp", "dp") if server[n] is not None)
+    engine = {"sglang": "SGLang", "vllm": "vLLM"}.get(server["service"], "")
+    joins = f"{layout} ({server['ranks']} rank(s) join), {server['dtype']}"
     rows = {
-        "release": f"SGLang {server['release'] or '(not said)'}",
+        "release": f"{engine} {server['release'] or '(not said)'}: {server['found_by']}",
         "model": server["model"],
-        "layout": f"{layout} ({server['ranks']} rank(s) join), {server['dtype']}",
+        "layout": joins if layout or server["ranks"] is not None else None,
         "device": server["device"],
+        "transfer": server["backend"],
         "version": server["version"],
         "pause modes": ", ".join(server["pause_modes"]),
         "sessions": {True: "yes", False: "no"}.get(server["sessions"]),

@@ -10,15 +10,16 @@ from urllib.parse import urlsplit
 
 from weight_update.cli.doctor_facts import AddressFacts, Facts
 from weight_update.cli.doctor_link import link_findings
+from weight_update.cli.doctor_vllm import capabilities_of_vllm, vllm_findings
 from weight_update.cli.doctor_weights import model_findings, weight_findings
 from weight_update.cli.findings import Finding
+from weight_update.engines.probing import KeyState, ServerFacts
 from weight_update.engines.sglang.capabilities import (
     SGLangCapabilities,
     SGLangLayout,
     read_capabilities,
     read_layout,
 )
-from weight_update.engines.sglang.probe import KeyState, ServerFacts
 from weight_update.errors import ConfigurationError
 from weight_update.options import PauseMode
 
@@ -86,10 +87,13 @@ def findings_of(server: ServerFacts, facts: Facts) -> list[Finding]:
     found = [*key_findings(server), *wire_findings(server, has_keys=facts.has_keys)]
     if server.status != 200:
         return found
-    found += release_findings(server, facts.pause_mode)
-    found += state_findings(server)
+    if server.service == "vllm":
+        found += vllm_findings(server, transport=facts.transport, backend=facts.backend)
+    else:
+        found += release_findings(server, facts.pause_mode)
+        found += state_findings(server)
+        found += link_findings(server, facts.nccl)
     found += way_back_findings(server, facts.address)
-    found += link_findings(server, facts.nccl)
     found += _fit_findings(server, facts)
     return found
 
@@ -109,7 +113,7 @@ def reach_findings(server: ServerFacts) -> Iterator[Finding]:
             server.url,
             "name the server's final URL",
         )
-    elif server.service != "sglang":
+    elif server.service in ("router", "other"):
         yield _other_service(server)
     elif server.status not in (200, 401, 403):
         yield Finding(
@@ -126,20 +130,17 @@ def _other_service(server: ServerFacts) -> Finding:
     if server.service == "router":
         return Finding(
             "warning",
-            "this is a router: an update goes to each server behind it, and none was looked at",
+            f"this is a router ({server.why}): an update goes to each of them, and none was "
+            "looked at",
             server.url,
             "name the URL of each server behind it to have it looked at",
         )
-    what, remedy = {
-        "vllm": ("this is a vLLM server, which is not supported yet", "name an SGLang server"),
-    }.get(
-        server.service,
-        (
-            "no SGLang server answers here: /model_info is missing",
-            "give the server's root URL (without /v1), and not another service's",
-        ),
+    return Finding(
+        "problem",
+        f"no SGLang server and no vLLM server answers here: {server.why}",
+        server.url,
+        "give the server's root URL (without /v1), and not another service's",
     )
-    return Finding("problem", what, server.url, remedy)
 
 
 def key_findings(server: ServerFacts) -> Iterator[Finding]:
@@ -148,7 +149,9 @@ def key_findings(server: ServerFacts) -> Iterator[Finding]:
     for kind, state in kinds.items():
         if server.status != 200 and kind == "control":
             continue  # it was not asked
-        if state == "missing":
+        if server.service == "vllm" and kind == "ordinary":
+            yield from _served_key_findings(server, state)
+        elif state == "missing":
             yield Finding("problem", f"its {kind} routes need a key (401)", server.url, _KEYS)
         elif state == "refused":
             yield Finding("problem", f"its {kind} routes refuse this key (401)", server.url, _KEYS)
@@ -161,6 +164,13 @@ def key_findings(server: ServerFacts) -> Iterator[Finding]:
             )
         elif state == "unknown":
             yield Finding("unknown", f"whether its {kind} routes take the key", server.url)
+
+
+def _served_key_findings(server: ServerFacts, state: KeyState) -> Iterator[Finding]:
+    """Of vLLM, whose key guards what is under /v1, and no route that changes weights."""
+    if state in ("missing", "refused", "forbidden"):
+        what = "its /v1 routes do not take this key; an update of whole weights needs none of them"
+        yield Finding("warning", what, server.url, _KEYS)
 
 
 def wire_findings(server: ServerFacts, *, has_keys: bool) -> Iterator[Finding]:
@@ -328,12 +338,14 @@ def _address(host: str, attribute: str) -> bool:
 
 def describe(server: ServerFacts, facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """A server as one JSON object; None stands for what is not known."""
-    layout, capabilities = read_layout(server.info), capabilities_of(server)
-    asked = not server.unreachable and server.status == 200 and server.service == "sglang"
+    ranks, sessions, pause_modes = _abilities(server)
+    known = server.service in ("sglang", "vllm")
+    asked = not server.unreachable and server.status == 200 and known
     return {
         "url": server.url,
         "reachable": not server.unreachable,
         "service": None if server.unreachable else server.service,
+        "found_by": server.why or None,
         "release": server.info.get("version"),
         "version": server.model.get("weight_version"),
         "model": server.model.get("model_path"),
@@ -342,9 +354,10 @@ def describe(server: ServerFacts, facts: Facts, findings: Sequence[Finding]) -> 
         "tp": server.info.get("tp_size"),
         "pp": server.info.get("pp_size"),
         "dp": server.info.get("dp_size"),
-        "ranks": 0 if layout.offline else layout.ranks,
-        "sessions": capabilities.sessions if asked and capabilities else None,
-        "pause_modes": _pause_modes(layout, capabilities) if asked else [],
+        "backend": server.info.get("backend"),
+        "ranks": ranks,
+        "sessions": sessions if asked else None,
+        "pause_modes": pause_modes if asked else [],
         "keys": {"ordinary": server.ordinary_key, "control": server.control_key} if asked else None,
         "paused": None if server.ready is None else not server.ready,
         "running_requests": server.running,
@@ -352,6 +365,18 @@ def describe(server: ServerFacts, facts: Facts, findings: Sequence[Finding]) -> 
         "warnings": [f.to_dict() for f in findings if f.level == "warning"],
         "unknown": [f.what for f in findings if f.level == "unknown"],
     }
+
+
+def _abilities(server: ServerFacts) -> tuple[int | None, bool | None, list[str]]:
+    """How many ranks join a group, whether updates run in sessions, and under which pauses."""
+    if server.service == "vllm":
+        can = capabilities_of_vllm(server)
+        ranks = server.info.get("ranks")
+        return ranks, None if can is None else True, list(get_args(PauseMode)) if can else []
+    layout, capabilities = read_layout(server.info), capabilities_of(server)
+    modes = _pause_modes(layout, capabilities)
+    sessions = None if capabilities is None else capabilities.sessions
+    return 0 if layout.offline else layout.ranks, sessions, modes
 
 
 def _pause_modes(layout: SGLangLayout, capabilities: SGLangCapabilities | None) -> list[str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from weight_update.engines.sglang.probe import ServerFacts, probe
+from weight_update.engines.probing import ServerFacts
+from weight_update.engines.recognition import EngineName, probe
 from weight_update.errors import ConfigurationError, WeightUpdateError
-from weight_update.options import PauseMode, UpdateOptions
+from weight_update.options import Backend, PauseMode, Transport, UpdateOptions, parse_device
 from weight_update.transports.address import check_address, choose_address, listen
 from weight_update.update.ways import nccl_settings
 from weight_update.waiting import Deadline, spawn
@@ -99,6 +100,8 @@ class Facts:
         pause_mode: How an update would pause.
         has_keys: Whether we send keys.
         nccl: What this process tells NCCL.
+        transport: How the bytes would travel.
+        backend: What a broadcast would go by.
     """
 
     servers: tuple[ServerFacts, ...]
@@ -108,10 +111,15 @@ class Facts:
     pause_mode: PauseMode = "retract"
     has_keys: bool = False
     nccl: Mapping[str, str] = field(default_factory=dict)
+    transport: Transport = "auto"
+    backend: Backend = "gloo"
 
 
 def check_facts(
-    urls: Sequence[str], options: UpdateOptions, model: ModelFacts | None = None
+    urls: Sequence[str],
+    options: UpdateOptions,
+    model: ModelFacts | None = None,
+    engine: EngineName = "auto",
 ) -> Facts:
     """Asks all servers at once; changes nothing on any of them.
 
@@ -119,11 +127,15 @@ def check_facts(
         urls: The servers.
         options: How an update would be done; ``timeout`` is the time for each server.
         model: The checkpoint to compare with, if any.
+        engine: What the servers are, for those who know.
     """
     vectors = None if model is None or model.specs is None else vectors_of(model.specs)
-    patience = Deadline(options.timeout + _GRACE_SECONDS)
-    calls = {url: spawn(_ask, url, options, vectors) for url in urls}
-    answers = [_settled(call, patience, (_silent(url), None)) for url, call in calls.items()]
+    answers = ask_all(
+        urls,
+        lambda url: _ask(url, options, vectors, engine),
+        lambda url: (_silent(url), None),
+        options.timeout,
+    )
     servers = tuple(server for server, _ in answers)
     return Facts(
         servers=servers,
@@ -133,16 +145,42 @@ def check_facts(
         pause_mode=options.effective_pause_mode(),
         has_keys=bool(options.http.api_key or options.http.admin_api_key),
         nccl=nccl_settings(os.environ),
+        transport=options.transport,
+        backend=_backend(options),
     )
 
 
+def ask_all(
+    urls: Sequence[str], ask: Callable[[str], T], otherwise: Callable[[str], T], seconds: float
+) -> list[T]:
+    """Asks all servers at once.
+
+    Args:
+        urls: The servers.
+        ask: Asks one; look-ups of names have no time limit of their own, so it may hang.
+        otherwise: What stands for an answer that did not come in time.
+        seconds: Time that ``ask`` takes by itself at most.
+    """
+    patience = Deadline(seconds + _GRACE_SECONDS)
+    calls = {url: spawn(ask, url) for url in urls}
+    return [_settled(call, patience, otherwise(url)) for url, call in calls.items()]
+
+
+def _backend(options: UpdateOptions) -> Backend:
+    if options.backend != "auto":
+        return options.backend
+    device = parse_device(options.device)
+    return "nccl" if device is not None and device.type == "cuda" else "gloo"
+
+
 def _ask(
-    url: str, options: UpdateOptions, vectors: Sequence[str] | None
+    url: str, options: UpdateOptions, vectors: Sequence[str] | None, engine: EngineName
 ) -> tuple[ServerFacts, str | None]:
     """What a server says, and its address; a look-up of a name has no time limit of its own."""
     deadline = Deadline(options.timeout)
     address = _resolved(url)
-    return probe(url, options.http, deadline.remaining(), vectors=vectors), address
+    seconds = deadline.remaining()
+    return probe(url, options.http, seconds, engine=engine, vectors=vectors), address
 
 
 def _silent(url: str) -> ServerFacts:

@@ -7,13 +7,14 @@ from typing import Any
 
 from weight_update.cli.doctor_facts import ModelFacts
 from weight_update.cli.findings import Finding
+from weight_update.engines.probing import ServerFacts
 from weight_update.engines.sglang.names import (
     Loader,
     are_names_known,
     compare_names,
     loader_of,
 )
-from weight_update.engines.sglang.probe import ServerFacts
+from weight_update.engines.vllm.facts import VLLMFacts
 from weight_update.errors import some_of
 from weight_update.weights.name_map import rule_against_mark
 from weight_update.weights.shapes import misshapen
@@ -52,6 +53,9 @@ def name_findings(
 ) -> Iterator[Finding]:
     """Names that the server would ignore, and weights of its own that would stay old."""
     tied = bool(config.get("tie_word_embeddings"))
+    if server.service == "vllm":
+        yield from _names_in_vllm(server, specs)
+        return
     if server.names is not None:
         architectures = server.model.get("architectures") or ()
         loader = loader_of(architectures) or Loader()
@@ -71,15 +75,27 @@ def name_findings(
         why = server.names_unknown or "it does not say"
         yield Finding("unknown", f"which weights it has ({why})", server.url)
         return
-    yield from _misnamed(server.url, unknown, lacking)
+    yield from _misnamed(server.url, unknown, lacking, "which would ignore them")
 
 
-def _misnamed(url: str, unknown: Sequence[str], lacking: Sequence[str]) -> Iterator[Finding]:
+def _names_in_vllm(server: ServerFacts, specs: Mapping[str, TensorSpec]) -> Iterator[Finding]:
+    """Names against those in the folder that it loaded, where that is here."""
+    loaded, fp8_cache = server.names or frozenset(), bool(server.info.get("fp8_cache"))
+    told = VLLMFacts(loaded=loaded, tied=bool(server.model.get("tied")), fp8_cache=fp8_cache)
+    check = told.check_names(list(specs))
+    if not loaded:
+        yield Finding("unknown", f"which weights it has ({server.names_unknown})", server.url)
+    yield from _misnamed(server.url, check.unknown, check.lacking, "which would fail over them")
+
+
+def _misnamed(
+    url: str, unknown: Sequence[str], lacking: Sequence[str], then: str
+) -> Iterator[Finding]:
     remedy = "push a checkpoint of the model that the server serves, with its names"
     if rule := rule_against_mark(unknown, lacking):
         remedy = f"push with --name-map '{rule}='"
     if unknown:
-        what = "of the checkpoint are not the server's, which would ignore them"
+        what = f"of the checkpoint are not the server's, {then}"
         yield Finding(
             "problem", f"{len(unknown)} weight(s) {what}: {some_of(unknown)}", url, remedy
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from weight_update import __version__
 from weight_update.cli import demo, doctor, push
@@ -32,8 +33,20 @@ Exit codes of every command:
   130  interrupted (Ctrl-C); 143 after SIGTERM
 """
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command; what typer says of a wrong value is left as plain words."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 app = typer.Typer(
     name="weight-update",
+    cls=_Commands,
     help=HELP,
     no_args_is_help=True,
     rich_markup_mode=None,  # help is pasted from: no frames, no folded examples

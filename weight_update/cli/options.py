@@ -44,10 +44,39 @@ class Verify(StrEnum):
     OFF = "off"
 
 
+class EngineName(StrEnum):
+    """What the servers are."""
+
+    AUTO = "auto"
+    SGLANG = "sglang"
+    VLLM = "vllm"
+
+
 Server = Annotated[
     list[str],
     typer.Option(
-        "--server", metavar="URL", help="A server's root URL; repeat it for several servers."
+        "--server",
+        metavar="URL",
+        help="A server's root URL; repeat it for several servers, SGLang's and vLLM's alike.",
+    ),
+]
+Engine = Annotated[
+    EngineName,
+    typer.Option("--engine", help="What the servers are; auto asks each of them."),
+]
+HowToTravel = Annotated[
+    Transport | None,
+    typer.Option(
+        "--transport",
+        help="How the bytes travel: in a process group (broadcast); through memory that servers on "
+        "the same GPU, or the same host's CPU, open (ipc); as files that SGLang reads (disk). By "
+        "default auto: broadcast, where the servers can take one; the report says why.",
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", help="Where the bytes leave from: cpu (gloo), or cuda or cuda:N (NCCL)."
     ),
 ]
 Json = Annotated[

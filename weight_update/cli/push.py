@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from weight_update.cli import options
-from weight_update.cli.doctor import show
+from weight_update.cli.doctor import http_options, show
 from weight_update.cli.output import (
     Exit,
     Terminated,
@@ -24,10 +24,13 @@ from weight_update.cli.output import (
 from weight_update.cli.progress import shown
 
 if TYPE_CHECKING:
-    from weight_update import SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
+    from weight_update import SGLangWeightSender, WeightUpdateError
     from weight_update import options as library
     from weight_update.cli.doctor_facts import Facts
+    from weight_update.cli.servers import Servers
+    from weight_update.engines.recognition import EngineName
     from weight_update.report import EngineOutcome
+    from weight_update.schemes.server_scheme import ServerScheme
     from weight_update.weights.checkpoint import Checkpoint
     from weight_update.weights.saved_state_dict import SavedStateDict
 
@@ -38,7 +41,8 @@ _BEFORE_ANY_SERVER = ("configure", "plan", "connect")
 HELP = """\
 Hot-swap a checkpoint into live servers, which go on serving.
 
-All servers are paused, get the weights at once, and continue; requests in flight are kept.
+Each server is asked what it is: SGLang, vLLM, or a router in front of such servers. All are
+paused, get the weights at once, and continue; requests in flight are kept.
 The report says which way the bytes took, and why. The checkpoint is read shard by shard:
 memory holds one shard and two buckets.
 It is a folder of safetensors, or a file of torch.save(model.state_dict(), ...), which is
@@ -48,6 +52,8 @@ mapped and read with weights_only=True: nothing in it is run.
 Example:
   weight-update push --server http://127.0.0.1:30000 ./checkpoint
   weight-update push --server http://a:30000 --server http://b:30000 ./checkpoint --dry-run
+  weight-update push --server http://vllm:8000 ./checkpoint
+  weight-update push --server http://a:30000 --server http://vllm:8000 ./checkpoint
   weight-update push --server http://a:30000 ./model.pt --dtype engine --name-map '^policy[.]='
   weight-update push --server http://a:30000 ./checkpoint --transport disk --directory /shared
 
@@ -127,15 +133,6 @@ BucketBytes = Annotated[
         "the memory that is free; the report says how large it was.",
     ),
 ]
-Transport = Annotated[
-    options.Transport | None,
-    typer.Option(
-        "--transport",
-        help="How the bytes travel: in a process group (broadcast); through memory that servers on "
-        "the same GPU, or the same host's CPU, open (ipc); as files that they read (disk). By "
-        "default auto: broadcast, where the servers can take one; the report says why.",
-    ),
-]
 Directory = Annotated[
     Path | None,
     typer.Option(
@@ -144,12 +141,6 @@ Directory = Annotated[
         file_okay=False,
         help="Where --transport disk writes; the servers must see it under the same path. By "
         "default this host's memory, if all servers run here.",
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        "--device", help="Where the bytes leave from: cpu (gloo), or cuda or cuda:N (NCCL)."
     ),
 ]
 Check = Annotated[
@@ -182,13 +173,50 @@ Verify = Annotated[
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one command line asks for."""
+class Order:
+    """What one command line asks for.
+
+    Attributes:
+        path: The checkpoint.
+        urls: The servers, as they were named.
+        engine: What they are, or ``"auto"``.
+        arguments: Those of a scheme.
+        check: Whether names and shapes are compared beforehand.
+        as_json: Whether the result is JSON.
+    """
 
     path: Path
-    scheme: SGLangWeightSyncScheme
+    urls: tuple[str, ...]
+    engine: EngineName
+    arguments: dict[str, Any]
     check: bool
     as_json: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """An order whose servers are known.
+
+    Attributes:
+        order: The order.
+        servers: The servers, by engine.
+        schemes: That of all servers, and if they are mixed one for each engine after it.
+    """
+
+    order: Order
+    servers: Servers
+    schemes: tuple[ServerScheme, ...]
+
+    @property
+    def options(self) -> library.UpdateOptions:
+        """How the update is done; what differs by engine does not matter where it is used."""
+        return self.schemes[-1].options
+
+    def plan(self, checkpoint: Checkpoint | SavedStateDict, way: library.Transport) -> Any:
+        """What would be sent; the same to every engine."""
+        scheme = self.schemes[-1]
+        scheme.options = replace(scheme.options, transport=way)
+        return scheme.create_transport().plan(checkpoint)
 
 
 def push(
@@ -196,6 +224,7 @@ def push(
     server: options.Server,
     dry_run: DryRun = False,
     as_json: options.Json = False,
+    engine: options.Engine = options.EngineName.AUTO,
     pause_mode: options.Pause = None,
     dtype: CastTo = None,
     name_map: NameMap = None,
@@ -203,8 +232,8 @@ def push(
     check_finite: CheckFinite = False,
     timeout: options.Timeout = 300.0,
     bucket_bytes: BucketBytes = None,
-    device: Device = "cpu",
-    transport: Transport = None,
+    device: options.Device = "cpu",
+    transport: options.HowToTravel = None,
     directory: Directory = None,
     check: Check = True,
     verify: Verify = None,
@@ -214,41 +243,63 @@ def push(
     ca_file: options.CaFile = None,
 ) -> None:
     """Hot-swap a checkpoint into live servers, which go on serving."""
+    arguments: dict[str, Any] = {
+        "master_address": master_address,
+        "master_port": master_port,
+        "device": device,
+        "pause_mode": None if pause_mode is None else pause_mode.value,
+        "bucket_bytes": bucket_bytes,
+        "transport": "auto" if transport is None else transport.value,
+        "directory": directory,
+        "dtype": _dtype(dtype),
+        "name_map": _table(name_map),
+        "trim_vocabulary": trim_vocabulary,
+        "check_finite": check_finite,
+        "timeout": timeout,
+        "ca_file": None if ca_file is None else str(ca_file),
+        "verify": verify.value if verify else "auto" if check else "off",
+        "quorum": "all" if quorum is None else quorum,
+    }
     with result_on_stdout():
-        scheme = _scheme(
-            server,
-            master_address=master_address,
-            master_port=master_port,
-            device=device,
-            pause_mode=None if pause_mode is None else pause_mode.value,
-            bucket_bytes=bucket_bytes,
-            transport="auto" if transport is None else transport.value,
-            directory=directory,
-            dtype=dtype,
-            name_map=_table(name_map),
-            trim_vocabulary=trim_vocabulary,
-            check_finite=check_finite,
-            timeout=timeout,
-            ca_file=None if ca_file is None else str(ca_file),
-            verify=(verify.value if verify else "auto" if check else "off"),
-            quorum="all" if quorum is None else quorum,
-        )
-        job = Job(checkpoint, scheme, check, as_json)
-        _rehearse(job) if dry_run else _run(job)
+        urls = _checked(server, engine.value, arguments)
+        order = Order(checkpoint, urls, engine.value, arguments, check, as_json)
+        _rehearse(order) if dry_run else _run(order)
 
 
-def _scheme(
-    server: list[str], *, dtype: options.CastTo | None, **arguments: Any
-) -> SGLangWeightSyncScheme:
-    import torch
+def _checked(server: list[str], engine: EngineName, arguments: dict[str, Any]) -> tuple[str, ...]:
+    """The servers; wrong arguments are found before a checkpoint is read or a server asked."""
+    from weight_update import ConfigurationError
+    from weight_update.cli.servers import Servers, schemes_for
+    from weight_update.options import parse_server_urls
 
-    from weight_update import ConfigurationError, SGLangWeightSyncScheme
-
-    chosen: Any = None if dtype is None else getattr(torch, dtype.value, dtype.value)
     try:
-        return SGLangWeightSyncScheme(server, dtype=chosen, **arguments)
+        urls = parse_server_urls(server)
+        schemes_for(Servers((), urls) if engine == "vllm" else Servers(urls, ()), **arguments)
     except ConfigurationError as error:
         usage(str(error))
+    return urls
+
+
+def _job(order: Order) -> Job:
+    """Asks the servers what they are."""
+    from weight_update import ConfigurationError
+    from weight_update.cli.servers import find_out, schemes_for
+
+    seconds = min(order.arguments["timeout"], _CHECK_SECONDS)
+    http = http_options(order.arguments["ca_file"])
+    servers = find_out(order.urls, http, seconds, order.engine)
+    for line in () if order.as_json else servers.words:
+        say(line)
+    try:
+        return Job(order, servers, schemes_for(servers, **order.arguments))
+    except ConfigurationError as error:
+        usage(str(error))
+
+
+def _dtype(named: options.CastTo | None) -> Any:
+    import torch
+
+    return None if named is None else getattr(torch, named.value, named.value)
 
 
 def _table(rules: list[str] | None) -> dict[str, str] | None:
@@ -263,41 +314,52 @@ def _table(rules: list[str] | None) -> dict[str, str] | None:
     return table or None
 
 
-def _run(job: Job) -> None:
+def _run(order: Order) -> None:
     from weight_update import WeightUpdateError
 
-    with one_interrupt(), job.scheme.create_sender() as sender:
-        try:
-            checkpoint = _opened(job)
-            if job.check:
-                _refuse_misfit(job, checkpoint)
-            with shown(quiet=job.as_json) as progress:
-                report = sender.update_weights(checkpoint, progress=progress)
-        except WeightUpdateError as error:
-            _failed(job, error, sender)
-        except KeyboardInterrupt as interrupt:
-            _interrupted(job, interrupt, sender)
-    if job.as_json:
+    with one_interrupt():
+        checkpoint = _opened(order)
+        job = _job(order)
+        with job.schemes[0].create_sender() as sender:
+            try:
+                if order.check:
+                    _refuse_misfit(job, checkpoint)
+                with shown(quiet=order.as_json) as progress:
+                    report = sender.update_weights(checkpoint, progress=progress)
+            except WeightUpdateError as error:
+                _failed(order, error, sender)
+            except KeyboardInterrupt as interrupt:
+                _interrupted(order, interrupt, sender)
+    if order.as_json:
         give(report.to_dict())
     else:
         typer.echo(str(report))
 
 
-def _opened(job: Job) -> Checkpoint | SavedStateDict:
-    from weight_update import ConfigurationError
+def _opened(order: Order) -> Checkpoint | SavedStateDict:
+    from weight_update import WeightUpdateError
     from weight_update.weights.saved_state_dict import open_weights
 
-    checkpoint = open_weights(job.path)
-    if job.scheme.dtype is not None and any(
-        spec.dtype.is_floating_point and spec.dtype.itemsize == 1 for spec in checkpoint.specs
-    ):
+    try:
+        checkpoint = open_weights(order.path)
+        if order.arguments["dtype"] is not None:
+            _refuse_float8(order.path, checkpoint)
+    except WeightUpdateError as error:
+        _failed(order, error, None)
+    return checkpoint
+
+
+def _refuse_float8(path: Path, checkpoint: Checkpoint | SavedStateDict) -> None:
+    from weight_update import ConfigurationError
+
+    dtypes = {spec.dtype for spec in checkpoint.specs}
+    if any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in dtypes):
         raise ConfigurationError(
-            f"{job.path} holds float8 weights, which mean nothing without their scales: "
+            f"{path} holds float8 weights, which mean nothing without their scales: "
             "they cannot be cast",
             phase="plan",
             remedy="leave --dtype out, or dequantise the model",
         )
-    return checkpoint
 
 
 # -- before anything is sent --------------------------------------------------------------
@@ -305,18 +367,17 @@ def _opened(job: Job) -> Checkpoint | SavedStateDict:
 
 def _facts(job: Job, checkpoint: Checkpoint | SavedStateDict) -> Facts:
     from weight_update.cli.doctor_facts import ModelFacts, check_facts
-    from weight_update.options import parse_server_urls
 
-    chosen = job.scheme.options
+    chosen = job.options
     quick = replace(chosen, timeout=min(chosen.timeout, _CHECK_SECONDS))
-    plan = job.scheme.create_transport().plan(checkpoint)
+    plan = job.plan(checkpoint, chosen.transport)
     model = replace(
         ModelFacts.of(checkpoint),
         specs={spec.name: spec for bucket in plan.buckets for spec in bucket.specs},
         trims=chosen.trim_vocabulary,
         casts=chosen.dtype == "engine",
     )
-    return check_facts(parse_server_urls(job.scheme.server_url), quick, model)
+    return check_facts(job.servers.urls, quick, model, job.order.engine)
 
 
 def _refuse_misfit(job: Job, checkpoint: Checkpoint | SavedStateDict) -> None:
@@ -335,17 +396,18 @@ def _refuse_misfit(job: Job, checkpoint: Checkpoint | SavedStateDict) -> None:
         )
 
 
-def _rehearse(job: Job) -> None:
+def _rehearse(order: Order) -> None:
     from weight_update import WeightUpdateError
     from weight_update.cli.doctor_checks import diagnose
 
+    checkpoint = _opened(order)
+    job = _job(order)
     try:
-        checkpoint = _opened(job)
         facts = _facts(job, checkpoint)
         plan, diagnosis = _plan(job, checkpoint, facts), diagnose(facts)
     except WeightUpdateError as error:
-        _failed(job, error, None)
-    if job.as_json:
+        _failed(order, error, None)
+    if order.as_json:
         give({**plan, "doctor": diagnosis.to_dict()})
     else:
         typer.echo(_plan_line(plan))
@@ -356,14 +418,13 @@ def _rehearse(job: Job) -> None:
 def _plan(job: Job, checkpoint: Checkpoint | SavedStateDict, facts: Facts) -> dict[str, Any]:
     """What would be sent, and which way."""
     way = _way(job, facts)
-    job.scheme.options = replace(job.scheme.options, transport=way)
-    plan = job.scheme.create_transport().plan(checkpoint)
+    plan = job.plan(checkpoint, way)
     dtypes: Counter[str] = Counter()
     for bucket in plan.buckets:
         for spec in bucket.specs:
             dtypes[spec.dtype_name] += spec.nbytes
     return {
-        "checkpoint": str(job.path),
+        "checkpoint": str(job.order.path),
         "tensors": plan.tensors,
         "bytes": plan.nbytes,
         "buckets": len(plan.buckets),
@@ -376,10 +437,11 @@ def _way(job: Job, facts: Facts) -> library.Transport:
     """Which way an update would try first."""
     from weight_update.engines.sglang.capabilities import read_layout
 
-    asked = job.scheme.options.transport
+    asked = job.options.transport
     if asked != "auto":
         return asked
-    return "disk" if any(read_layout(s.info).offline for s in facts.servers) else "broadcast"
+    sglang = [server for server in facts.servers if server.service == "sglang"]
+    return "disk" if any(read_layout(s.info).offline for s in sglang) else "broadcast"
 
 
 def _plan_line(plan: dict[str, Any]) -> str:
@@ -393,9 +455,9 @@ def _plan_line(plan: dict[str, Any]) -> str:
 # -- endings ------------------------------------------------------------------------------
 
 
-def _failed(job: Job, error: WeightUpdateError, sender: SGLangWeightSender | None) -> NoReturn:
+def _failed(order: Order, error: WeightUpdateError, sender: SGLangWeightSender | None) -> NoReturn:
     report = {} if error.report is None else error.report.to_dict()
-    if job.as_json:
+    if order.as_json:
         what = {
             "message": error.message,
             "engine": error.engine,
@@ -413,9 +475,11 @@ def _unclean(outcomes: list[EngineOutcome]) -> bool:
     return any(outcome.paused or outcome.state not in ("old", "new") for outcome in outcomes)
 
 
-def _interrupted(job: Job, interrupt: KeyboardInterrupt, sender: SGLangWeightSender) -> NoReturn:
+def _interrupted(
+    order: Order, interrupt: KeyboardInterrupt, sender: SGLangWeightSender
+) -> NoReturn:
     outcomes = sender.engines
-    if job.as_json:
+    if order.as_json:
         engines = {url: {"state": o.state, "paused": o.paused} for url, o in outcomes.items()}
         give({"engines": engines, "error": {"message": "interrupted"}})
     say("interrupted; what every server holds:")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
+from weight_update.collectors.self_counting import moved_by, self_counting
 from weight_update.errors import ConfigurationError
 from weight_update.waiting import spawn
 
@@ -12,47 +16,124 @@ from weight_update.waiting import spawn
 _COUNT_SECONDS = 5.0
 
 
+class Remote(Protocol):
+    """Whoever counts for a collector in other processes: its workers, or actors."""
+
+    def count(self, version: int, seconds: float) -> list[str]:
+        """Has all of them count, and waits ``seconds`` for it; returns what went wrong."""
+
+    def close(self) -> None:
+        """They count no more."""
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A collector that counts.
+
+    Attributes:
+        collector: As it was registered.
+        here: Whether its own ``increment_version()`` is called, in this process.
+        remote: Who counts elsewhere; frames carry the numbers of those.
+    """
+
+    collector: Any
+    here: bool
+    remote: Remote | None
+
+
 class Counters:
     """The collectors that count the updates of one sender, each once."""
 
     def __init__(self) -> None:
-        self._collectors: list[Any] = []
+        self._counted: list[_Counted] = []
 
     def add(self, collector: Any) -> None:
         """Has a collector count; one that counts already is left as it is.
 
         Raises:
-            ConfigurationError: It has no ``increment_version``.
+            ConfigurationError: It has no ``increment_version``, or its workers can't be reached.
         """
-        if not callable(getattr(collector, "increment_version", None)):
+        if collector in self:
+            return
+        from weight_update.collectors.remote_counting import remote_of  # it has counters too
+
+        remote = remote_of(collector)
+        here = callable(getattr(collector, "increment_version", None))
+        if not here and remote is None:
             raise ConfigurationError(f"{type(collector).__name__} has no increment_version()")
-        if not any(known is collector for known in self._collectors):
-            self._collectors.append(collector)
+        self.join(collector, remote, here=here)
+
+    def join(self, collector: Any, remote: Remote | None, *, here: bool = True) -> None:
+        """Has a collector count that is not known yet, and those elsewhere that count for it."""
+        known = self._counted
+        self._counted = [*known, _Counted(collector, here and not _is_handle(collector), remote)]
 
     def clear(self) -> None:
         """Nobody counts any more."""
-        self._collectors.clear()
+        counted, self._counted = self._counted, []
+        for one in counted:
+            if one.remote is not None:
+                one.remote.close()
 
-    def count(self, version: int) -> list[str]:
+    def for_caller(self) -> Callable[[int], list[str]]:
+        """:meth:`count` for an update that the caller asks for now.
+
+        A collector in whose own update the caller runs is left out: it counts by itself.
+        """
+        themselves = self_counting() if self._counted else []
+        return lambda version: self.count(version, themselves)
+
+    def count(self, version: int, themselves: Sequence[Any] = ()) -> list[str]:
         """Counts in threads: a collector that hangs must not keep others from counting.
+
+        Collectors that share a tracker count once: it is its number that frames carry.
 
         Args:
             version: The version that the engines have now.
+            themselves: Collectors that count without being told.
 
         Returns:
             What went wrong, in words.
         """
-        calls = [(c, spawn(c.increment_version)) for c in self._collectors]
-        wait([call for _, call in calls], timeout=_COUNT_SECONDS)
+        calls = [*self._calls_elsewhere(version), *self._calls_here(themselves)]
+        running = [(who, spawn(call)) for who, call in calls]
+        wait([call for _, call in running], timeout=_COUNT_SECONDS)
         return [
-            f"{type(collector).__name__}.increment_version() {words} at version {version}"
-            for collector, call in calls
-            if (words := _trouble_of(call))
+            f"{who} {words}".strip() + f" at version {version}"
+            for who, call in running
+            for words in _troubles_of(call)
         ]
 
+    def _calls_here(self, themselves: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+        moved = [moved_by(collector) for collector in themselves]
+        for collector in (one.collector for one in self._counted if one.here):
+            moves = moved_by(collector)
+            if not any(moves is other for other in moved):
+                moved.append(moves)
+                yield f"{type(collector).__name__}.increment_version()", collector.increment_version
 
-def _trouble_of(call: Future[Any]) -> str:
+    def _calls_elsewhere(self, version: int) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+        # Less time than this waits, so that they can say who was late.
+        for remote in (one.remote for one in self._counted if one.remote is not None):
+            yield "", partial(remote.count, version, 0.8 * _COUNT_SECONDS)
+
+    def __contains__(self, collector: object) -> bool:
+        return any(
+            one.collector is collector or (_is_handle(collector) and one.collector == collector)
+            for one in self._counted
+        )
+
+
+def _is_handle(collector: object) -> bool:
+    """Whether it stands for an actor; two handles of one are equal, and not the same object."""
+    return callable(getattr(getattr(collector, "increment_version", None), "remote", None))
+
+
+def _troubles_of(call: Future[Any]) -> list[str]:
     if not call.done():
-        return f"did not return within {_COUNT_SECONDS:.0f} s"
+        return [f"did not return within {_COUNT_SECONDS:.0f} s"]
     error = call.exception()
-    return "" if error is None else f"failed ({type(error).__name__}: {error})"
+    if error is not None:
+        return [f"failed ({type(error).__name__}: {error})"]
+    told = call.result()
+    return told if isinstance(told, list) else []

@@ -33,6 +33,8 @@ class SGLangDeployment(WholeModel):
             engines fill the trainer's GPUs one after the other.
     """
 
+    open_group = staticmethod(open_group)
+
     def __init__(
         self,
         options: UpdateOptions,
@@ -50,9 +52,10 @@ class SGLangDeployment(WholeModel):
 
     def updater(self, urls: Sequence[str]) -> Updater:
         """The one updater, with all ways that lead to SGLang."""
-        return Updater(urls, self._open, self._ways(), self._options)
+        return Updater(urls, self.open_engine, self._ways(), self._options)
 
-    def _open(self, url: str) -> Engine:
+    def open_engine(self, url: str) -> Engine:
+        """The engine at a URL; it is asked nothing yet."""
         actor, http = self._actors.get(url), self._options.http
         calls = None if actor is None else ActorCalls(actor, http)
         engine = SGLangEngine(url, http, calls, first_rank=lambda: self._places.first(url))

@@ -47,6 +47,7 @@ class VLLMDeployment(WholeModel):
             )
         self._options, self._ranks = options, ranks
         self._groups = IdGroups()
+        self.open_group = self._groups.open_group
         self._shared = SharedMemoryWay(options.load_format, all_ranks_answer=True)
         # Engines are told once whether weights are packed, so that all buckets are, or none.
         self._packed = options.load_format != "tensors"
@@ -54,7 +55,7 @@ class VLLMDeployment(WholeModel):
 
     def updater(self, urls: Sequence[str]) -> Updater:
         """The one updater, with all ways that lead to vLLM."""
-        return Updater(urls, self._open_engine, self._ways(), self._options)
+        return Updater(urls, self.open_engine, self._ways(), self._options)
 
     def counted(self) -> None:
         """Nothing was kept for an update."""
@@ -63,7 +64,8 @@ class VLLMDeployment(WholeModel):
         """Gives up shared memory; the group is given up by its owner."""
         self._shared.close()
 
-    def _open_engine(self, url: str) -> VLLMEngine:
+    def open_engine(self, url: str) -> VLLMEngine:
+        """The engine at a URL; it is asked nothing yet."""
         return VLLMEngine(
             url,
             self._options.http,

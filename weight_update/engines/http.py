@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from io import BytesIO
 from typing import Any
 
 import requests
-from requests.adapters import HTTPAdapter
 from requests.structures import CaseInsensitiveDict
-from requests.utils import get_environ_proxies
-from urllib3.exceptions import ReadTimeoutError
+from requests.utils import get_encoding_from_headers
+from urllib3 import HTTPResponse, Timeout
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
+from weight_update.engines.connections import Connections
 from weight_update.errors import EngineRejected, EngineUnreachable, Phase, UpdateTimeout
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
@@ -43,12 +45,7 @@ class EngineHttp:
         self._options = options
         self._idle_check = threading.Lock()
         self._last_used = time.monotonic()
-        # An adapter by itself: half of the time of a call is what a session adds to it. That would
-        # also bring netrc entries, which replace the bearer key, certificate bundles, which replace
-        # the options', and redirects. Only proxies are let in.
-        self._adapter = HTTPAdapter(pool_maxsize=4)
-        self._verify = options.ca_file or options.tls_verify
-        self._proxies = get_environ_proxies(url) if options.use_proxies else {}
+        self._connections = Connections(url, options)
 
     def call(
         self,
@@ -79,31 +76,21 @@ class EngineHttp:
         if deadline.expired():
             raise UpdateTimeout(f"no time left for {route}", engine=self.url, phase=phase)
         self._drop_idle_connections()
+        sent, headers = _encoded(body), self._headers(control)
         try:
-            response = self._send(
-                requests.Request(
-                    method,
-                    f"{self.url}{route}",
-                    json=None if isinstance(body, bytes) else body,
-                    data=body if isinstance(body, bytes) else None,
-                    headers=self._headers(control) | (_JSON if isinstance(body, bytes) else {}),
-                ),
+            answer = self._connections.ask(
+                method,
+                route,
+                sent,
+                headers if sent is None else headers | _JSON,
                 _limits(deadline, late),
             )
-            self._last_used = time.monotonic()
-            return response
-        except requests.RequestException as error:
-            _forget_key(error)
+        except (HTTPError, requests.RequestException) as error:
             raise self._no_answer(error, f"{method} {route}", phase, deadline) from error
-        except ValueError as error:  # a redirect to something that is no address
+        except ValueError as error:
             raise self._unreadable(error, f"{method} {route}", phase) from error
-
-    def _send(self, request: requests.Request, limits: tuple[float, float]) -> requests.Response:
-        response = self._adapter.send(
-            request.prepare(), timeout=limits, verify=self._verify, proxies=self._proxies
-        )
-        _ = response.content  # under the same limits, and the connection is free again
-        return response
+        self._last_used = time.monotonic()
+        return _shown(answer, method, f"{self.url}{route}")
 
     def _unreadable(self, error: ValueError, request: str, phase: Phase) -> EngineUnreachable:
         return EngineUnreachable(
@@ -114,11 +101,9 @@ class EngineHttp:
         )
 
     def _no_answer(
-        self, error: requests.RequestException, request: str, phase: Phase, deadline: Deadline
+        self, error: Exception, request: str, phase: Phase, deadline: Deadline
     ) -> EngineUnreachable | UpdateTimeout:
-        # A body that stops half-way comes as a broken connection around the time-out.
-        late = isinstance(next(iter(error.args), None), ReadTimeoutError)
-        if late or isinstance(error, requests.ReadTimeout):
+        if isinstance(error, ReadTimeoutError):
             return UpdateTimeout(
                 f"no answer to {request} within {deadline.seconds:.1f} s",
                 engine=self.url,
@@ -169,7 +154,7 @@ class EngineHttp:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._adapter.close()
+        self._connections.close()
 
     def _headers(self, control: bool) -> dict[str, str]:
         key = self._options.key_for(control=control)
@@ -179,18 +164,30 @@ class EngineHttp:
         with self._idle_check:
             idle, self._last_used = time.monotonic() - self._last_used, time.monotonic()
             if idle > _IDLE_SECONDS:
-                self._adapter.close()
+                self._connections.close()
 
 
-def _forget_key(error: requests.RequestException) -> None:
-    """Reporters walk the causes of an error: no key may hang from one."""
-    if error.request is not None:
-        error.request.headers.pop("Authorization", None)
-
-
-def _limits(deadline: Deadline, late: float) -> tuple[float, float]:
+def _limits(deadline: Deadline, late: float) -> Timeout:
     remaining = deadline.remaining() + 0.001
-    return min(_CONNECT_SECONDS, remaining), remaining + late
+    return Timeout(connect=min(_CONNECT_SECONDS, remaining), read=remaining + late)
+
+
+def _encoded(body: Body | None) -> bytes | None:
+    return json.dumps(body, allow_nan=False).encode() if isinstance(body, dict) else body
+
+
+def _shown(answer: HTTPResponse, method: str, url: str) -> requests.Response:
+    """An answer as requests shows one; nothing that was sent is in it, and so no key."""
+    response = requests.Response()
+    response.status_code, response.url = answer.status, url
+    response.reason = answer.reason or ""
+    response.headers = CaseInsensitiveDict(answer.headers)
+    response.encoding = get_encoding_from_headers(response.headers)
+    response.raw = BytesIO(answer.data)
+    response.request = requests.PreparedRequest()
+    response.request.method, response.request.url = method, url
+    response.request.headers = CaseInsensitiveDict()
+    return response
 
 
 def json_of(response: requests.Response) -> Any:

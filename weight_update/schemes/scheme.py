@@ -6,12 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from weight_update.collectors.torchrl_adapter import register_backend
 from weight_update.options import (
-    DIRECTORY_VARIABLE,
     Backend,
     DeviceLike,
     DTypeLike,
-    HttpOptions,
     LoadFormat,
     Lora,
     NameMap,
@@ -22,19 +21,14 @@ from weight_update.options import (
     Strategy,
     TrainerRanks,
     Transport,
-    UpdateOptions,
     Verify,
     WhenBusy,
-    check_directory,
-    read_bucket_bytes,
-    read_text,
 )
-from weight_update.schemes.server_scheme import ServerScheme, check_named_device
+from weight_update.schemes.server_scheme import ServerScheme, read_options
 from weight_update.schemes.transport import SGLangCollectiveTransport
-from weight_update.transports.address import read_master_address
-from weight_update.weights.name_map import check_name_map
 
 
+@register_backend("sglang")
 class SGLangWeightSyncScheme(ServerScheme):
     """How weights get from a trainer into SGLang servers (release 0.5.6 or later).
 
@@ -118,6 +112,8 @@ class SGLangWeightSyncScheme(ServerScheme):
         >>> sender = scheme.create_sender()
     """
 
+    kind = "sglang"
+
     def __init__(
         self,
         server_url: str | Sequence[str],
@@ -154,52 +150,8 @@ class SGLangWeightSyncScheme(ServerScheme):
         when_busy: WhenBusy = "wait",
         stale_cache: StaleCache = "warn",
     ) -> None:
-        check_named_device(device)
-        check_name_map(name_map)
-        options = UpdateOptions(
-            master_address=read_master_address(master_address),
-            master_port=master_port,
-            num_gpus=num_gpus,
-            device=device,
-            flush_cache_on_update=flush_cache_on_update,
-            pause_mode=pause_mode,
-            backend=backend,
-            bucket_bytes=read_bucket_bytes() if bucket_bytes is None else bucket_bytes,
-            load_format=load_format,
-            transport=transport,
-            directory=_directory(directory),
-            trainer_ranks=trainer_ranks,
-            timeout=timeout,
-            on_failure=on_failure,
-            dtype=dtype,
-            name_map=name_map,
-            trim_vocabulary=trim_vocabulary,
-            check_finite=check_finite,
-            lora=lora,
-            lora_name=lora_name,
-            quorum=quorum,
-            initial_version=initial_version,
-            verify=verify,
-            when_busy=when_busy,
-            stale_cache=stale_cache,
-            http=HttpOptions.read(
-                api_key,
-                admin_api_key,
-                tls_verify=tls_verify,
-                ca_file=ca_file,
-                use_proxies=use_proxies,
-            ),
-        )
-        super().__init__(server_url, strategy, options)
+        super().__init__(server_url, strategy, read_options(locals()))
 
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
         """A transport with the scheme's settings, as rank 0."""
         return SGLangCollectiveTransport(self.server_url, options=self.options)
-
-
-def _directory(argument: str | os.PathLike[str] | None) -> str | None:
-    if argument is not None:
-        return os.fspath(argument)
-    directory = read_text(DIRECTORY_VARIABLE)
-    check_directory(DIRECTORY_VARIABLE, directory)
-    return directory

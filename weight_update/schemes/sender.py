@@ -16,6 +16,8 @@ from weight_update.delivery.delivery import is_whole, provided
 from weight_update.delivery.ranks import refuse_background
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
+from weight_update.schemes.hooks import PostHook
+from weight_update.schemes.listeners import Listeners
 from weight_update.update.background import Background
 from weight_update.weights.extract import Metadata, device_of
 
@@ -28,8 +30,9 @@ class SGLangWeightSender:
 
     1. :meth:`register_model` - the training model, held weakly.
     2. :meth:`register_collector` - whose policy version counts the updates.
-    3. :meth:`update_weights` - makes the group on first use, then updates every server.
-    4. :meth:`shutdown` - or use the sender as a context manager.
+    3. :meth:`register_post_hook`, :meth:`register_logger` - who hears of each update.
+    4. :meth:`update_weights` - makes the group on first use, then updates every server.
+    5. :meth:`shutdown` - or use the sender as a context manager.
 
     Args:
         scheme: The configuration.
@@ -48,6 +51,7 @@ class SGLangWeightSender:
         self._transport = scheme.create_transport()
         self._model_ref: Callable[[], Any] | None = None
         self._counters = Counters()
+        self._listeners = Listeners()
         self._background = Background()
 
     def register_model(self, model: nn.Module | Callable[[], Any]) -> None:
@@ -85,6 +89,39 @@ class SGLangWeightSender:
         """
         self._counters.add(collector)
 
+    def register_post_hook(self, hook: PostHook) -> None:
+        """Has a function called after each update that succeeded, once engines generate again.
+
+        Hooks run in the order of their registration, as often as they were registered, in the
+        thread that updated: for :meth:`update_weights_async` that of the background. One that
+        raises keeps no other from running: the engines have the weights, so the update stands,
+        and the report and the log have a warning. They may register hooks and update in turn.
+
+        Args:
+            hook: Called without arguments, as TorchRL's hooks are; one that needs an argument
+                gets the :class:`~weight_update.UpdateReport`.
+
+        Raises:
+            ConfigurationError: It can be called in neither way.
+        """
+        self._listeners.hooks.add(hook)
+
+    def register_logger(self, logger: Any) -> None:
+        """Has the numbers of every update written, of failed ones too, at its version as the step.
+
+        :func:`~weight_update.schemes.metrics.metrics_of` says which. A logger that raises, or
+        takes longer than a second, is warned of once and holds nothing up: a slow one gets what
+        it missed when it is ready. Registering one twice logs once.
+
+        Args:
+            logger: One of ``torchrl.record.loggers``, or whatever has their ``log_scalar``; in a
+                trainer of several ranks, register it on one.
+
+        Raises:
+            ConfigurationError: It has no ``log_scalar``.
+        """
+        self._listeners.loggers.add(logger)
+
     def init_all_workers_group(
         self, model_metadata: Metadata | None = None, vllm_engine: Any = None, **ignored: Any
     ) -> None:
@@ -93,12 +130,14 @@ class SGLangWeightSender:
         Args:
             model_metadata: Name to (dtype, shape) that every update must match; None follows
                 the registered model, whatever becomes of it.
-            vllm_engine: Ignored; TorchRL's trainers pass it.
+            vllm_engine: TorchRL's trainers pass the engine that they generate with. It is one of
+                the scheme's servers by its ``server_url``, or gets nothing, which is warned of.
             **ignored: Ignored likewise.
 
         Raises:
             WeightUpdateError: See :meth:`SGLangCollectiveTransport.init_all_workers_group`.
         """
+        self._scheme.warn_of_stranger(vllm_engine)
         self._transport.init_all_workers_group(model_metadata, device=self._model_device())
 
     def update_weights(
@@ -144,10 +183,12 @@ class SGLangWeightSender:
                 ``WeightMismatchError`` (before any server was touched), ``EngineRejected``,
                 ``EngineUnreachable``, ``UpdateTimeout``.
         """
-        return self._transport.update(
-            lambda: self._model() if weights is None else weights,
-            self._counters.count,
-            progress=progress,
+        return self._heard(
+            lambda: self._transport.update(
+                lambda: self._model() if weights is None else weights,
+                self._counters.for_caller(),
+                progress=progress,
+            )
         )
 
     def update_weights_async(
@@ -172,14 +213,16 @@ class SGLangWeightSender:
             A future of the report. Leaving the ``with`` block waits for it; :meth:`shutdown`
             cancels one that has not begun, and breaks one that runs.
         """
+        taken = self._listeners.loggers.now()
         given = provided(self._model() if weights is None else weights)
         refuse_background(given, self._scheme.options.trainer_ranks)
         held = self._transport.snapshot(given) if snapshot else given
-        return self._background.submit(
-            lambda: self._transport.update(
-                lambda: held, self._counters.count, whole=is_whole(given), progress=progress
-            )
-        )
+        whole, count = is_whole(given), self._counters.for_caller()
+
+        def push() -> UpdateReport:
+            return self._transport.update(lambda: held, count, whole=whole, progress=progress)
+
+        return self._background.submit(lambda: self._heard(push, taken))
 
     def recover(self, weights: Any = None, *, progress: ProgressHook | None = None) -> UpdateReport:
         """Pushes a whole model now, so that every server ends up clean and serving.
@@ -202,7 +245,9 @@ class SGLangWeightSender:
                 remedy="pass the module or a Checkpoint",
             )
         source = self._model if given is None else lambda: given
-        return self._transport.recover(source, self._counters.count, progress=progress)
+        return self._heard(
+            lambda: self._transport.recover(source, self._counters.for_caller(), progress=progress)
+        )
 
     def add_engine(self, url: str) -> None:
         """Adds a server, or a router with its workers; it takes part from the next update on.
@@ -241,7 +286,7 @@ class SGLangWeightSender:
         return self._transport.version
 
     def shutdown(self) -> None:
-        """Gives the group up and forgets collectors and model; safe to call twice.
+        """Gives the group up and forgets collectors, hooks, loggers and model; safe to call twice.
 
         A background update that has not begun is cancelled. A sender that is used again
         afterwards makes a new group.
@@ -250,6 +295,7 @@ class SGLangWeightSender:
         self._transport.shutdown()
         self._model_ref = None
         self._counters.clear()
+        self._listeners.clear()
 
     def __enter__(self) -> SGLangWeightSender:
         return self
@@ -266,15 +312,20 @@ class SGLangWeightSender:
 
     def __getstate__(self) -> dict[str, Any]:
         # A sender that crosses a process is configuration: it registers and connects anew.
-        own = ("_background", "_counters")
+        own = ("_background", "_counters", "_listeners")
         kept = {k: v for k, v in self.__dict__.items() if k not in own}
         return {**kept, "_model_ref": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _background=Background(), _counters=Counters())
+        self.__dict__.update(state)
+        self._background, self._counters = Background(), Counters()
+        self._listeners = Listeners()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheme!r}, version={self.version})"
+
+    def _heard(self, push: Callable[[], UpdateReport], taken: float | None = None) -> UpdateReport:
+        return self._listeners.hear(push, self.version, taken)
 
     def _model(self) -> Any:
         if self._model_ref is None:

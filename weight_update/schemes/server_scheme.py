@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from weight_update.collectors.torchrl_adapter import CollectorScheme, torchrl_logger
+from weight_update.delivery.sections import EngineKind
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
     DeviceLike,
+    HttpOptions,
     Strategy,
     UpdateOptions,
     check_choice,
     check_device_exists,
     parse_device,
     parse_server_urls,
+    place_of,
+    read_bucket_bytes,
+    read_directory,
 )
 from weight_update.schemes.sender import SGLangWeightSender
 from weight_update.schemes.transport import SGLangCollectiveTransport
+from weight_update.transports.address import read_master_address
+from weight_update.weights.name_map import check_name_map
 
 
 class ServerScheme(CollectorScheme):
@@ -31,17 +39,23 @@ class ServerScheme(CollectorScheme):
         strategy: ``"tensordict"`` or ``"state_dict"``.
         options: Everything that shapes an update.
 
+    Attributes:
+        kind: What the servers are.
+        urls: Where they are.
+
     Raises:
         ConfigurationError: The URL or the strategy cannot work.
     """
+
+    kind: EngineKind
 
     def __init__(
         self, server_url: str | Sequence[str], strategy: Strategy, options: UpdateOptions
     ) -> None:
         check_choice("strategy", strategy, Strategy)
         super().__init__(strategy)
-        urls = parse_server_urls(server_url)
-        self.server_url = urls[0] if isinstance(server_url, str) else list(urls)
+        self.urls = parse_server_urls(server_url)
+        self.server_url = self.urls[0] if isinstance(server_url, str) else list(self.urls)
         self.strategy_name = self.strategy_str = strategy
         self.options = options
 
@@ -70,6 +84,17 @@ class ServerScheme(CollectorScheme):
             )
         return 1 + self.options.num_gpus
 
+    def warn_of_stranger(self, engine: Any) -> None:
+        """Warns of an engine object that is none of the servers: it would serve old weights."""
+        url = getattr(engine, "server_url", None)
+        ours = isinstance(url, str) and place_of(url) in map(place_of, self.urls)
+        if engine is not None and not ours:
+            where = f" at {url}" if isinstance(url, str) else ", which has no server_url,"
+            torchrl_logger.warning(
+                f"the {type(engine).__name__}{where} gets no weights from here: only "
+                f"{', '.join(self.urls)} do"
+            )
+
     @abstractmethod
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
         """A transport with the scheme's settings, as rank 0."""
@@ -81,6 +106,38 @@ class ServerScheme(CollectorScheme):
     def create_receiver(self, *args: Any, **kwargs: Any) -> None:
         """None: the servers own the receivers."""
         torchrl_logger.info("the servers own their receivers; there is none to create")
+
+
+def read_options(arguments: Mapping[str, Any]) -> UpdateOptions:
+    """Options from a constructor's arguments, and from the environment where those are None.
+
+    Args:
+        arguments: By name, such as ``locals()`` at the constructor's start; what is no option is
+            passed over.
+
+    Raises:
+        ConfigurationError: An argument or a variable cannot work.
+
+    Example:
+        >>> read_options({"self": None, "timeout": 5.0, "tls_verify": False}).http.tls_verify
+        False
+    """
+    given = {f.name: arguments[f.name] for f in fields(UpdateOptions) if f.name in arguments}
+    http = {f.name: arguments[f.name] for f in fields(HttpOptions) if f.name in arguments}
+    check_named_device(given.get("device"))
+    check_name_map(given.get("name_map"))
+    given["master_address"] = read_master_address(given.get("master_address"))
+    if given.get("bucket_bytes") is None:
+        given["bucket_bytes"] = read_bucket_bytes()
+    if "directory" in given:
+        given["directory"] = read_directory(given["directory"])
+    return UpdateOptions(**given, http=HttpOptions.read(**{**_NO_KEYS, **http}))
+
+
+_NO_KEYS: dict[str, Any] = {
+    **{"api_key": None, "admin_api_key": None},
+    **{"tls_verify": True, "ca_file": None, "use_proxies": False},
+}
 
 
 def check_named_device(device: DeviceLike) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from weight_update.collectors.torchrl_adapter import register_backend
 from weight_update.delivery.adapter_push import AdapterPush
 from weight_update.delivery.deployment import OpenDeployment
 from weight_update.delivery.vllm import VLLMDeployment
@@ -17,7 +18,6 @@ from weight_update.options import (
     Backend,
     DeviceLike,
     DTypeLike,
-    HttpOptions,
     LoadFormat,
     Lora,
     NameMap,
@@ -27,22 +27,21 @@ from weight_update.options import (
     StaleCache,
     Strategy,
     Transport,
-    UpdateOptions,
     Verify,
     WhenBusy,
     check_choice,
-    read_bucket_bytes,
+    check_positive,
+    parse_server_urls,
 )
 from weight_update.schemes.sender import SGLangWeightSender
-from weight_update.schemes.server_scheme import ServerScheme, check_named_device
+from weight_update.schemes.server_scheme import ServerScheme, read_options
 from weight_update.schemes.transport import SGLangCollectiveTransport
-from weight_update.transports.address import read_master_address
-from weight_update.weights.name_map import check_name_map
 
 VLLMWeightSender = SGLangWeightSender
 """There is one sender, whatever the servers."""
 
 
+@register_backend("vllm")
 class VLLMWeightSyncScheme(ServerScheme):
     """How weights get from a trainer into vLLM servers (0.23 or later; shown on 0.32.0).
 
@@ -54,7 +53,8 @@ class VLLMWeightSyncScheme(ServerScheme):
     what it holds, so reports say ``unverified``.
 
     Args:
-        server_url: URL of a server, or a sequence of several that are updated together.
+        server_url: URL of a server, or a sequence of several that are updated together. It must be
+            given: TorchRL's scheme does without, since it speaks to its engine's Ray actors.
         master_address: Address of this host that the servers reach. None chooses the one
             that routes to them (or ``WEIGHT_UPDATE_MASTER_ADDRESS``).
         master_port: Port of the rendezvous; None takes a free one when it is bound.
@@ -105,14 +105,16 @@ class VLLMWeightSyncScheme(ServerScheme):
         when_busy: Whether an update waits while another one of a server runs, or is refused.
         stale_cache: Whether ``pause_mode="in_place"``, under which no cache can be emptied, is
             warned about, or refused before anything is paused.
+        gpus_per_replica: As in TorchRL's scheme, whose ``num_replicas`` times this is ``num_gpus``.
+        num_replicas: Likewise; None is the number of servers.
 
     Raises:
         ConfigurationError: An argument cannot work; it is a ``ValueError`` too.
 
     Example:
         >>> scheme = VLLMWeightSyncScheme("http://127.0.0.1:8000/", timeout=60.0)
-        >>> scheme.server_url, scheme.lora, scheme.pause_mode
-        ('http://127.0.0.1:8000', 'merge', 'retract')
+        >>> scheme.server_url, scheme.lora, scheme.num_gpus
+        ('http://127.0.0.1:8000', 'merge', None)
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as shared:
         ...     scheme = VLLMWeightSyncScheme(
@@ -121,10 +123,11 @@ class VLLMWeightSyncScheme(ServerScheme):
         >>> sender = scheme.create_sender()
     """
 
+    kind = "vllm"
+
     def __init__(
         self,
-        server_url: str | Sequence[str],
-        *,
+        server_url: str | Sequence[str] | None = None,
         master_address: str | None = None,
         master_port: int | None = None,
         num_gpus: int | None = None,
@@ -132,6 +135,7 @@ class VLLMWeightSyncScheme(ServerScheme):
         device: DeviceLike = None,
         flush_cache_on_update: bool | None = None,
         pause_mode: PauseMode | None = None,
+        *,
         backend: Backend = "auto",
         bucket_bytes: int | None = None,
         load_format: LoadFormat = "auto",
@@ -155,46 +159,18 @@ class VLLMWeightSyncScheme(ServerScheme):
         verify: Verify = "auto",
         when_busy: WhenBusy = "wait",
         stale_cache: StaleCache = "warn",
+        gpus_per_replica: int | None = None,
+        num_replicas: int | None = None,
     ) -> None:
+        servers = _servers(server_url)
         check_choice("lora", lora, Lora)
-        check_named_device(device)
-        check_name_map(name_map)
         _refuse_disk(transport)
         self.adapter_directory = _adapter_directory(adapter_directory, lora)
-        options = UpdateOptions(
-            master_address=read_master_address(master_address),
-            master_port=master_port,
-            num_gpus=num_gpus,
-            device=device,
-            flush_cache_on_update=flush_cache_on_update,
-            # Not left to the options: they would read a variable that is SGLang's.
-            pause_mode=_usual_mode(lora) if pause_mode is None else pause_mode,
-            backend=backend,
-            bucket_bytes=read_bucket_bytes() if bucket_bytes is None else bucket_bytes,
-            load_format=load_format,
-            transport=transport,
-            dtype=dtype,
-            name_map=name_map,
-            trim_vocabulary=trim_vocabulary,
-            lora=lora,
-            lora_name=lora_name,
-            timeout=timeout,
-            check_finite=check_finite,
-            on_failure=on_failure,
-            quorum=quorum,
-            initial_version=initial_version,
-            verify=verify,
-            when_busy=when_busy,
-            stale_cache=stale_cache,
-            http=HttpOptions.read(
-                api_key,
-                admin_api_key,
-                tls_verify=tls_verify,
-                ca_file=ca_file,
-                use_proxies=use_proxies,
-            ),
+        self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
+        num_gpus = _ranks_of(num_gpus, gpus_per_replica, num_replicas, len(servers))
+        super().__init__(
+            server_url or (), strategy, read_options({**locals(), "reads_variables": False})
         )
-        super().__init__(server_url, strategy, options)
 
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
         """A transport with the scheme's settings, as rank 0."""
@@ -208,8 +184,43 @@ class VLLMWeightSyncScheme(ServerScheme):
         return partial(AdapterPush.to_vllm, directory=self.adapter_directory)
 
 
-def _usual_mode(lora: Lora) -> PauseMode:
-    return "abort" if lora == "adapter" else "retract"
+def _servers(server_url: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The servers; who changed the import only is told what is wanted, since TorchRL's has none."""
+    if server_url is None:
+        raise ConfigurationError(
+            "server_url is missing: TorchRL's VLLMWeightSyncScheme calls the Ray actors of a "
+            "vllm_engine, and this one updates vLLM servers by their URLs",
+            remedy="serve with `vllm serve` (see docs/vllm.md) and pass server_url=['http://host:"
+            "8000', ...]; master_address=, strategy= and device= keep their meaning, "
+            "master_port=, gpus_per_replica= and num_replicas= may be left out",
+        )
+    return parse_server_urls(server_url)
+
+
+def _ranks_of(
+    num_gpus: int | None,
+    gpus_per_replica: int | None,
+    num_replicas: int | None,
+    servers: int,
+) -> int | None:
+    """Ranks of all servers, as they are named here or in TorchRL's way; None asks the servers."""
+    check_positive("gpus_per_replica", gpus_per_replica)
+    check_positive("num_replicas", num_replicas)
+    if num_replicas not in (None, servers):
+        raise ConfigurationError(
+            f"num_replicas={num_replicas}, and server_url names {servers} server(s)",
+            remedy="name the URL of each, and leave num_replicas=None",
+        )
+    if gpus_per_replica is None:
+        return num_gpus
+    told = gpus_per_replica * servers
+    if num_gpus not in (None, told):
+        raise ConfigurationError(
+            f"num_gpus={num_gpus}, but gpus_per_replica={gpus_per_replica} on {servers} server(s) "
+            f"makes {told}",
+            remedy="leave both out to ask the servers",
+        )
+    return told
 
 
 def _refuse_disk(transport: Transport) -> None:

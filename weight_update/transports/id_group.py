@@ -87,14 +87,20 @@ class IdGroups:
         self._groups: WeakValueDictionary[str, IdGroup] = WeakValueDictionary()
 
     def open_group(
-        self, urls: Sequence[str], options: UpdateOptions, world_size: int, device: torch.device
+        self,
+        urls: Sequence[str],
+        options: UpdateOptions,
+        world_size: int,
+        device: torch.device,
+        *,
+        name: str | None = None,
     ) -> IdGroup:
         """A group that listens where the engines at ``urls`` can reach it.
 
         Raises:
             ConfigurationError: No route leads to an engine, or the address or port cannot be used.
         """
-        group = open_group(urls, options, world_size, device, kind=IdGroup)
+        group = open_group(urls, options, world_size, device, kind=IdGroup, name=name)
         self._groups[group.name] = group
         return group
 

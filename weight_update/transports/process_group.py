@@ -262,6 +262,7 @@ def open_group(
     device: torch.device,
     *,
     kind: type[_G] = UpdateGroup,  # type: ignore[assignment]  # a default that mypy cannot bind
+    name: str | None = None,
 ) -> _G:
     """A group that listens where the engines at ``urls`` can reach it.
 
@@ -270,4 +271,5 @@ def open_group(
     """
     given = options.master_address
     address = check_address(given) if given else choose_address(urls)
-    return kind(address=address, port=options.master_port, world_size=world_size, device=device)
+    port = options.master_port
+    return kind(address=address, port=port, world_size=world_size, device=device, name=name)

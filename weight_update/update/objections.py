@@ -103,7 +103,8 @@ class Objections:
                 raise
 
     def _to_engine(self, member: Member) -> str | None:
-        mode, rules = self.rules.pause_mode, self.rules
+        rules, manners = self.rules, self.rules.manners(member.url)
+        mode = manners.pause_mode
         if member.found_paused and rules.full and not rules.whole:
             return (
                 "somebody else paused it (or a push of another process failed), and it may be "
@@ -111,7 +112,7 @@ class Objections:
                 "may be some weights only; push the module, a Checkpoint, a SavedStateDict, or "
                 "Stream(weights.items(), whole=True)"
             )
-        stale = rules.full and rules.flush and not member.engine.can_flush(mode)
+        stale = rules.full and manners.flush and not member.engine.can_flush(mode)
         if rules.refuse_stale and stale:
             return f"it cannot flush its prefix cache under pause_mode={mode!r}; use 'abort'"
         return member.engine.objection(mode)

@@ -9,7 +9,7 @@ the report names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ from weight_update.update.rules import UpdateRules
 from weight_update.update.settle import GRACE_SECONDS, RESTARTED, Failure, settle
 from weight_update.update.transfer import Transfer
 from weight_update.update.verify import prove, verify_fleet
-from weight_update.waiting import Deadline, spawn
+from weight_update.waiting import Deadline, hand_over, spawn
 from weight_update.weights.buckets import Plan
 from weight_update.weights.growing_plan import GrowingPlan
 
@@ -88,7 +88,7 @@ class Procedure:
 
     def _steps(self, first: list[Packed]) -> None:
         self._pause()
-        self._each("drain", lambda m, _, d: m.engine.drain(self.rules.pause_mode, d))
+        self._each("drain", lambda m, _, d: m.engine.drain(self._mode_of(m), d))
         self._begin()
         with self._running("transfer"):
             self._transfer(first.pop(), self._share_of("transfer"))
@@ -163,8 +163,10 @@ class Procedure:
         again = {m.url: m.maybe_paused or m.found_paused for m in self.fleet.members}
         for member in self.fleet.members:
             member.maybe_paused = True  # before any call leaves: a lost answer may have paused
-        mode = self.rules.pause_mode
-        self._each("pause", lambda m, _, d: m.engine.pause(mode, d, again=again[m.url]))
+        self._each("pause", lambda m, _, d: m.engine.pause(self._mode_of(m), d, again=again[m.url]))
+
+    def _mode_of(self, member: Member) -> PauseMode:
+        return self.rules.manners(member.url).pause_mode
 
     def _begin(self) -> None:
         ours = {member.url for member in self.fleet.members if member.maybe_open}
@@ -205,20 +207,17 @@ class Procedure:
             member.maybe_open = False
 
     def _flush(self) -> None:
-        mode = self.rules.pause_mode
-
         def flush(member: Member, attempt: Attempt, deadline: Deadline) -> None:
+            mode, wanted = self._mode_of(member), self.rules.manners(member.url).flush
             streamed = not self.plan.buckets  # its last bucket was not known to be the last
-            separate = self.rules.flush and (
-                streamed or not member.engine.flushes_with_update(mode)
-            )
+            separate = wanted and (streamed or not member.engine.flushes_with_update(mode))
             if attempt.flush_owed or (separate and member.engine.can_flush(mode)):
                 member.engine.flush(deadline)
 
         self._each("flush", flush)
         for member in self.fleet.members:
             self._flushed(member)
-        self._warn_of_stale_prefixes(mode)
+        self._warn_of_stale_prefixes()
 
     def _flushed(self, member: Member) -> None:
         member.attempt.flushed = True
@@ -238,19 +237,28 @@ class Procedure:
             if not asked:
                 member.attempt.verified = "off"
 
-    def _warn_of_stale_prefixes(self, mode: PauseMode) -> None:
-        if not self.rules.full:
-            return
-        stale = [m for m in self.fleet.members if not m.engine.can_flush(mode)]
-        salted = all(m.engine.salts_prefixes for m in stale or self.fleet.members)
+    def _warn_of_stale_prefixes(self) -> None:
+        members = self.fleet.members if self.rules.full else ()
+        unasked = [m for m in members if not self.rules.manners(m.url).flush]
+        unable = [
+            m for m in members if m not in unasked and not m.engine.can_flush(self._mode_of(m))
+        ]
+        stale = [*unasked, *unable]
+        salted = all(m.engine.salts_prefixes for m in stale)
         way_out = "rollouts.salted() keeps requests clear of them" if salted else "use 'abort'"
         consequence = f"prefixes cached under the old weights may still be served; {way_out}"
-        if not self.rules.flush:
-            self.warnings.append(f"the prefix cache was not flushed, as configured: {consequence}")
-        elif stale:
+        if unasked:
+            which = "" if len(unasked) == len(members) else f" of {_urls(unasked)}"
             self.warnings.append(
-                f"{stale[0].engine.flush_skipped}: {', '.join(m.url for m in stale)} cannot flush "
-                f"while paused by {mode!r}, so {consequence}"
+                f"the prefix cache{which} was not flushed, as configured: {consequence}"
+            )
+        alike: dict[tuple[str, PauseMode], list[Member]] = {}
+        for member in unable:
+            found = member.engine.flush_skipped, self._mode_of(member)
+            alike.setdefault(found, []).append(member)
+        for (words, mode), some in alike.items():
+            self.warnings.append(
+                f"{words}: {_urls(some)} cannot flush while paused by {mode!r}, so {consequence}"
             )
 
     def _stamp(self) -> None:
@@ -292,9 +300,16 @@ class Procedure:
         member.maybe_paused = _unfit(member)
 
 
+def _urls(members: Iterable[Member]) -> str:
+    return ", ".join(member.url for member in members)
+
+
 def _stamp(member: Member, attempt: Attempt, label: str, deadline: Deadline) -> None:
-    member.engine.stamp(label, deadline)
-    _look_again(member, attempt, label, "stamp", deadline)
+    """Stamps beside a look: who started anew before shows it; who does now, in the last look."""
+    stamping = hand_over(member.engine.stamp, label, deadline)
+    looking = hand_over(_look_again, member, attempt, label, "stamp", deadline)
+    stamping.result()
+    looking.result()
 
 
 def _look_again(

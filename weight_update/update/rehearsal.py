@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -18,7 +18,7 @@ from weight_update.update.fleet import Fleet
 from weight_update.update.procedure import Procedure
 from weight_update.update.progress import Meter, Stopwatch
 from weight_update.update.protocols import Group, Packer
-from weight_update.update.rules import UpdateRules
+from weight_update.update.rules import UpdateRules, own_manners
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
 
@@ -59,7 +59,15 @@ class Stage:
         Raises:
             WeightUpdateError: A step failed; every engine was settled.
         """
-        mode, on_failure = self.options.effective_pause_mode(), self.options.on_failure
+        options = self.options
+        own = own_manners(options, [member.url for member in self.fleet.members])
+        rules = UpdateRules(
+            options.effective_pause_mode(),
+            flush=False,
+            on_failure=options.on_failure,
+            full=False,
+            own={url: replace(manners, flush=False) for url, manners in own.items()},
+        )
         beats = _Beats()
         watch = Stopwatch(beats)
         Procedure(
@@ -67,7 +75,7 @@ class Stage:
             self.group,
             self.packer,
             plan,
-            UpdateRules(mode, flush=False, on_failure=on_failure, full=False),
+            rules,
             deadline,
             watch,
             check_readers=self.check_readers,

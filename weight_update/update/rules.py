@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from weight_update.options import OnFailure, PauseMode, Verify
+from weight_update.options import OnFailure, PauseMode, UpdateOptions, Verify
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How one engine treats its requests.
+
+    Attributes:
+        pause_mode: What happens to those in flight.
+        flush: Whether its prefix cache is flushed where it can.
+    """
+
+    pause_mode: PauseMode
+    flush: bool
+
+    @classmethod
+    def read(cls, options: UpdateOptions) -> Manners:
+        """Those of options, the environment included, as they are now."""
+        return cls(options.effective_pause_mode(), options.flush_wanted())
+
+
+def own_manners(options: UpdateOptions, urls: Iterable[str]) -> dict[str, Manners]:
+    """Of engines that have options of their own."""
+    return {url: Manners.read(own) for url in urls if (own := options.of(url)) is not options}
 
 
 @dataclass(frozen=True)
@@ -26,6 +49,13 @@ class UpdateRules:
         label: The version label to write, or None to write none.
         counted: Called once every engine has everything, before any continues; returns
             warnings.
+        own: By URL, manners of engines that have others than ``pause_mode`` and ``flush``.
+
+    Example:
+        >>> own = {"http://b:1": Manners("abort", False)}
+        >>> rules = UpdateRules("retract", flush=True, on_failure="hold", own=own)
+        >>> rules.manners("http://a:1").pause_mode, rules.manners("http://b:1").pause_mode
+        ('retract', 'abort')
     """
 
     pause_mode: PauseMode
@@ -38,3 +68,8 @@ class UpdateRules:
     regroups: bool = False
     label: str | None = None
     counted: Callable[[], Sequence[str]] = tuple
+    own: Mapping[str, Manners] = field(default_factory=dict)
+
+    def manners(self, url: str) -> Manners:
+        """Those of the engine at a URL."""
+        return self.own.get(url) or Manners(self.pause_mode, self.flush)

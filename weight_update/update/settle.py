@@ -224,7 +224,8 @@ def _hold_anew(member: Member, failure: Failure, anew: Sighting) -> Settled:
     paused = hold or anew.ready is False
     try:
         if hold:
-            engine.pause(failure.rules.pause_mode, deadline, again=anew.ready is False)
+            mode = failure.rules.manners(engine.url).pause_mode
+            engine.pause(mode, deadline, again=anew.ready is False)
         else:
             engine.resume(deadline)
             paused = False
@@ -279,8 +280,9 @@ def _close(attempt: Attempt, deadline: Deadline) -> str:
 
 def _flush(engine: Engine, attempt: Attempt, rules: UpdateRules, deadline: Deadline) -> str:
     """Flushes if the rules want it; returns the doubt that is left."""
+    manners = rules.manners(engine.url)
     try:
-        if attempt.flush_owed or (rules.flush and engine.can_flush(rules.pause_mode)):
+        if attempt.flush_owed or (manners.flush and engine.can_flush(manners.pause_mode)):
             engine.flush(deadline.at_most(_FLUSH_SECONDS))
     except WeightUpdateError as error:
         return f"{STALE_CACHE}: {error.message}"

@@ -108,7 +108,8 @@ class Transfer:
     def _apply(
         self, member: Member, attempt: Attempt, bucket: Bucket, cargo: Cargo, *, last: bool
     ) -> None:
-        flush = self.rules.flush and member.engine.flushes_with_update(self.rules.pause_mode)
+        manners = self.rules.manners(member.url)
+        flush = manners.flush and member.engine.flushes_with_update(manners.pause_mode)
         try:
             attempt.begun.apply(
                 bucket,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ from weight_update.update.protocols import Engine, Group
 from weight_update.update.reader import callers_stream, in_time, nobody_else
 from weight_update.update.rehearsal import Rehearsal, refuse_large
 from weight_update.update.roster import Roster
-from weight_update.update.rules import UpdateRules
+from weight_update.update.rules import UpdateRules, own_manners
 from weight_update.update.settle import RESUME_SECONDS, release
 from weight_update.update.signals import orderly_end
 from weight_update.update.turns import one_at_a_time, turn
@@ -340,23 +340,33 @@ class Updater:
                     return None
 
     def _attempt(self, fleet: Fleet, run: _Run) -> None:
-        with run.watch.running("plan"):
-            self.roster.look(fleet, run.deadline.share(0.5))
+        planning = self._planning_ahead(fleet, run)
+        try:
+            with run.watch.running("plan"):
+                self.roster.look(fleet, run.deadline.share(0.5))
+        finally:
+            wait(planning, timeout=run.deadline.remaining())
         if not self._wire.serves(fleet):
+            planning.clear()  # somebody started anew
             with run.watch.running("connect"):
                 self._meet(fleet, run.payload.weights[0].device, run)
         run.warnings += [text for text in self._wire.warnings if text not in run.warnings]
-        procedure = self._procedure(fleet, run)
+        procedure = self._procedure(fleet, run, planning or [self._planning(fleet, run)])
         try:
             procedure.run()
         finally:
             run.warnings += procedure.warnings
 
+    def _planning_ahead(self, fleet: Fleet, run: _Run) -> list[Future[Plan | GrowingPlan]]:
+        """Plans while engines are looked at, where they are known and no value has to be read."""
+        known = self._wire.serves(fleet) and run.payload.stream is None
+        return [self._planning(fleet, run)] if known and not self.options.check_finite else []
+
     def _meet(self, fleet: Fleet, device: torch.device, run: _Run) -> None:
         deadline = run.deadline.share(0.5)
         self.roster.meet(fleet, deadline)
-        mode = self.options.effective_pause_mode()
         for member in fleet.members:
+            mode = self.options.of(member.url).effective_pause_mode()
             objection = member.engine.objection(mode)
             if objection:
                 raise ConfigurationError(objection, engine=member.url, phase="connect")
@@ -401,7 +411,9 @@ class Updater:
         """No further attempt comes: engines that waited for one continue."""
         release(fleet, run.deadline.afresh(RESUME_SECONDS))
 
-    def _procedure(self, fleet: Fleet, run: _Run) -> Procedure:
+    def _procedure(
+        self, fleet: Fleet, run: _Run, planning: Sequence[Future[Plan | GrowingPlan]]
+    ) -> Procedure:
         group, packer = self._wire.ends()
         run.version = run.version or self._next_version()
 
@@ -411,7 +423,8 @@ class Updater:
 
         rules = self._rules(run, count)
         run.watch.phase = "plan"
-        run.plan = self._plan(run, fleet, self._formats(group.device, fleet.members, run))
+        deadline = run.deadline.share(_PLANNING_SHARE)
+        run.plan = in_time(planning[0], "the weights", "plan", deadline, run.push.check_readers)
         run.watch.meter.plan(run.plan)
         return Procedure(
             fleet,
@@ -465,6 +478,7 @@ class Updater:
             regroups=self._needed < len(self.roster.members),
             label=str(run.version),
             counted=count,
+            own=own_manners(options, self.roster.urls),
         )
 
     def _next_version(self) -> int:
@@ -472,12 +486,13 @@ class Updater:
             return self.version + 1  # a resumed run's own count wins over the engines' labels
         return next_version(self.version, [m.label for m in self.roster.members])
 
-    def _plan(self, run: _Run, fleet: Fleet, format_of: Formats) -> Plan | GrowingPlan:
-        """Which weights travel together, as the engines of the fleet take them."""
+    def _planning(self, fleet: Fleet, run: _Run) -> Future[Plan | GrowingPlan]:
+        """Finds out which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
         known = {name for member in fleet.members for name in _known_names(member)}
         unread = [f"{url}: {_UNREAD}" for url, intake in intakes.items() if intake.unread]
         run.warnings += [text for text in unread if text not in run.warnings]
+        format_of = self._formats(self._wire.ends()[0].device, fleet.members, run)
 
         def plan(stream: AbstractContextManager[object]) -> Plan | GrowingPlan:
             with stream:
@@ -485,9 +500,7 @@ class Updater:
                     run.payload, intakes, known, self.options, format_of, self._planned
                 )
 
-        planning = spawn(plan, callers_stream())  # to check the values reads them all
-        deadline = run.deadline.share(_PLANNING_SHARE)
-        return in_time(planning, "the weights", "plan", deadline, run.push.check_readers)
+        return spawn(plan, callers_stream())  # to check the values reads them all
 
     # -- bookkeeping --------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from weight_update.engines.sglang.session import SGLangSession
 from weight_update.errors import ConfigurationError, EngineRejected, Phase, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import HttpOptions, PauseMode, Way
-from weight_update.waiting import Deadline, retry_pauses, spawn
+from weight_update.waiting import Deadline, hand_over, retry_pauses, spawn
 
 _POLL_SECONDS = 0.02
 _FROZEN_POLLS = 10
@@ -145,8 +145,8 @@ class SGLangEngine:
             UpdateTimeout: The scheduler does not answer; it may be stuck in a group.
         """
         tells = self._capabilities is None or self._capabilities.tells_readiness
-        info = spawn(self._client.server_info, deadline, "plan")
-        ready = spawn(self._client.ready, deadline) if tells and readiness else None
+        info = hand_over(self._client.server_info, deadline, "plan")
+        ready = hand_over(self._client.ready, deadline) if tells and readiness else None
         label = self.label(deadline)
         told = None if ready is None else ready.result()
         return Sighting(label, told, instance_of(info.result()))

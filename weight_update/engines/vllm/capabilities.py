@@ -29,6 +29,9 @@ PROBED_ROUTES = (
     ENCODER_CACHE_ROUTE,
     RPC_ROUTE,
 )
+NO_CONTROL = "answers here without the routes that change weights"
+DEVELOPMENT_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+_OLDEST = (0, 23)
 _BRACKET = (START_ROUTE, UPDATE_ROUTE, FINISH_ROUTE, INIT_ROUTE)
 _PACKED_IN_INIT_SINCE = (0, 28)
 _UNIQUE_ID_SINCE = (0, 32)  # 0.27.1 has none; those in between were not looked at
@@ -69,6 +72,23 @@ class VLLMCapabilities:
             {}
         """
         return _packing(packed) if self.packed_in_init else {}
+
+    def objection(self, *, lora: bool) -> str | None:
+        """Why a server of this release takes no whole weights; None where it does.
+
+        Args:
+            lora: Whether it was started with ``--enable-lora``.
+
+        Example:
+            >>> VLLMCapabilities("0.27.1", loads_under_lora=False).objection(lora=False) is None
+            True
+        """
+        if not lora or self.loads_under_lora:
+            return None
+        return (
+            f"vLLM {self.release} with --enable-lora loads no weights by the names of its "
+            "checkpoint; serve without it, or with vLLM 0.32.0 or later"
+        )
 
     def update_info(self, *, packed: bool) -> dict[str, Any]:
         """What NCCL's ``update_info`` says of packing.
@@ -120,6 +140,17 @@ def read_capabilities(release: str, routes: Mapping[str, bool], *, url: str) -> 
         loads_under_lora=number is None or number >= _LOADS_UNDER_LORA_SINCE,
         packed_in_init=number is None or number >= _PACKED_IN_INIT_SINCE,
     )
+
+
+def is_too_old(release: str) -> bool:
+    """Whether a release opens and closes no updates, whatever routes it shows.
+
+    Example:
+        >>> is_too_old("0.20.2"), is_too_old("0.32.0"), is_too_old("dev")
+        (True, False, False)
+    """
+    number = release_number(release)
+    return number is not None and number < _OLDEST
 
 
 def release_number(release: str) -> tuple[int, ...] | None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weight_update.engines.vllm.capabilities import (
+    DEVELOPMENT_MODE,
+    NO_CONTROL,
     PROBED_ROUTES,
     VLLMCapabilities,
     read_capabilities,
@@ -62,8 +64,7 @@ class VLLMControls:
         if release is None:
             raise self._unfit(self._client.stranger, self._client.address)
         if not self._client.has(PAUSE_ROUTE, deadline):
-            text = f"vLLM {release} answers here without the routes that change weights"
-            raise self._unfit(text, "start it with VLLM_SERVER_DEV_MODE=1 in its environment")
+            raise self._unfit(f"vLLM {release} {NO_CONTROL}", DEVELOPMENT_MODE)
         self.ranks = self._client.ranks(deadline)
         return release
 
@@ -225,12 +226,7 @@ class VLLMEngine(VLLMControls):
 
     def objection(self, mode: PauseMode) -> str | None:
         """Why this server cannot be updated; None when it can, whatever the pause mode."""
-        if self._facts.lora and not self.capabilities.loads_under_lora:
-            return (
-                f"vLLM {self.capabilities.release} with --enable-lora loads no weights by the "
-                "names of its checkpoint; serve without it, or with vLLM 0.32.0 or later"
-            )
-        return None
+        return self.capabilities.objection(lora=self._facts.lora)
 
     def check_names(self, names: Sequence[str], deadline: Deadline) -> NameCheck:
         """Compares names with those in the folder of the server's model, where it can be read."""
@@ -327,18 +323,10 @@ class VLLMEngine(VLLMControls):
 
     def _check_backend(self, backend: str) -> None:
         """A server has one backend, from its start."""
-        wanted, has = _BACKENDS[backend], self._facts.backend
-        if has is None or has == wanted:
-            return
-        config = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"
-        extended = f" and --worker-extension-cls {EXTENSION}" if backend == "gloo" else ""
-        raise ConfigurationError(
-            f"the trainer sends by {backend}, and the server was started "
-            f"{f'with the backend {has!r}' if has else 'without weight transfer'}",
-            engine=self.url,
-            phase="connect",
-            remedy=f"start it with {config}{extended}{_or_go_by(has)}",
-        )
+        has = self._facts.backend
+        wrong = wrong_backend(backend, has)
+        if wrong is not None:
+            raise self._unfit(wrong[0], f"{wrong[1]}{_or_go_by(has or '')}")
 
     def _nccl_place(
         self, address: str, port: int, group_name: str, deadline: Deadline
@@ -359,6 +347,28 @@ class VLLMEngine(VLLMControls):
             self._client.leave_transfer(deadline)
         except EngineRejected:
             return  # an update is open; the new group takes the old one's place all the same
+
+
+def wrong_backend(backend: str, has: str | None) -> tuple[str, str] | None:
+    """Why a server's weight transfer takes nothing of what a trainer sends, and how it would.
+
+    Args:
+        backend: What the trainer sends by.
+        has: What the server was started with: nothing where it is empty, and None where it does
+            not say.
+
+    Example:
+        >>> wrong_backend("nccl", "")
+        ('the trainer sends by nccl, and the server was started without weight transfer', ...)
+    """
+    wanted = _BACKENDS[backend]
+    if has is None or has == wanted:
+        return None
+    config = f"--weight-transfer-config '{json.dumps({'backend': wanted})}'"
+    extended = f" and --worker-extension-cls {EXTENSION}" if backend == "gloo" else ""
+    started = f"with the backend {has!r}" if has else "without weight transfer"
+    what = f"the trainer sends by {backend}, and the server was started {started}"
+    return what, f"start it with {config}{extended}"
 
 
 def _or_go_by(backend: str) -> str:

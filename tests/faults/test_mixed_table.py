@@ -1,0 +1,233 @@
+"""What both servers of a mixed fleet hold, and whether they generate, when one of them fails.
+
+A reference engine and a fake vLLM, over real HTTP and gloo. In every row: who may generate does so
+as its state says; nothing mixed is resumed; and the next full push heals both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+from integration import kit, mixed
+from integration.mixed import Server, fleet_of, is_paused, label, llama, serves
+
+from tests.vllm_fake import FakeVLLM
+from weight_update import EngineState, SGLangWeightSender, UpdateReport, WeightUpdateError
+from weight_update.reference_engine import Fault, ReferenceEngine
+
+OLD, NEW, MIXED = EngineState.OLD, EngineState.NEW, EngineState.MIXED
+GONE = EngineState.UNREACHABLE
+
+SHORT = 3.0  # the deadline where it is waited for
+SLACK = 20.0  # 2 s are promised; the rest is for a busy machine
+
+V_INIT, V_PAUSE, V_START = "/init_weight_transfer_engine", "/pause", "/start_weight_update"
+V_UPDATE, V_FINISH = "/update_weights", "/finish_weight_update"
+V_STAMP, V_RESUME = "/update_weight_version", "/resume"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault, and what it leaves behind.
+
+    Attributes:
+        struck: The kind of server that fails.
+        path: The route that is struck.
+        kind: How.
+        when: Before the call does anything, or later.
+        state: What the struck server then holds.
+        other: What the other one then holds.
+        after: Calls of that route that pass first.
+    """
+
+    struck: str
+    path: str
+    kind: str
+    when: str
+    state: EngineState
+    other: EngineState
+    after: int = 0
+
+    def __str__(self) -> str:
+        call = f"{self.path.strip('/')}{f' {self.after + 1}' if self.after else ''}"
+        return f"{self.struck} {self.kind} {self.when} {call}".replace(" ", "-")
+
+
+TABLE = [
+    # Before anything was applied, both go on as they were.
+    Row("vllm", V_INIT, "refuse", "before", OLD, OLD),
+    Row("vllm", V_INIT, "hang", "before", OLD, OLD),
+    Row("sglang", kit.INIT, "refuse", "before_join", OLD, OLD),
+    Row("sglang", kit.INIT, "hang", "before_join", OLD, OLD),
+    Row("vllm", V_PAUSE, "refuse", "before", OLD, OLD),
+    Row("sglang", kit.PAUSE, "refuse", "before_join", OLD, OLD),
+    Row("sglang", kit.PAUSE, "stop", "before_join", GONE, OLD),
+    Row("vllm", V_START, "close", "after", OLD, OLD),
+    Row("sglang", kit.BEGIN, "close", "before_answer", OLD, OLD),
+    # Once weights came, nobody generates with half of them.
+    Row("vllm", V_UPDATE, "slow", "before", NEW, NEW, after=1),
+    Row("sglang", kit.UPDATE, "slow", "before_join", NEW, NEW, after=1),
+    Row("vllm", V_UPDATE, "torn", "before", MIXED, MIXED, after=1),
+    Row("vllm", V_UPDATE, "hang", "inside", MIXED, MIXED, after=1),
+    Row("vllm", V_UPDATE, "die", "before", GONE, MIXED, after=1),
+    Row("vllm", V_UPDATE, "stop", "before", GONE, MIXED, after=1),
+    Row("sglang", kit.UPDATE, "refuse", "before_join", MIXED, MIXED, after=1),
+    Row("sglang", kit.UPDATE, "close", "before_join", MIXED, MIXED, after=1),
+    Row("sglang", kit.UPDATE, "hang", "before_join", MIXED, MIXED, after=1),
+    Row("sglang", kit.UPDATE, "die", "after_receive", GONE, MIXED, after=1),
+    Row("sglang", kit.UPDATE, "stop", "before_join", GONE, MIXED, after=1),
+    # All came to both, and only the end is missing.
+    Row("vllm", V_FINISH, "refuse", "before", NEW, NEW),
+    Row("sglang", kit.END, "refuse", "before_join", NEW, NEW),
+    Row("vllm", V_STAMP, "refuse", "before", NEW, NEW),
+    Row("sglang", kit.STAMP, "refuse", "before_join", NEW, NEW),
+    Row("vllm", V_RESUME, "close", "after", NEW, NEW),
+    Row("sglang", kit.CONTINUE, "stop", "before_join", GONE, NEW),
+]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[list[Server]]:
+    servers: list[Server] = [ReferenceEngine(llama(0), wait=False), FakeVLLM()]
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def pair(started: list[Server]) -> Iterator[list[Server]]:
+    """An SGLang and a vLLM, put right again afterwards."""
+    sglang, vllm = started
+    assert isinstance(sglang, ReferenceEngine)
+    assert isinstance(vllm, FakeVLLM)
+    sglang.wait_until_ready()
+    if not vllm.alive:
+        vllm.restart()
+    yield started
+    kit.revive(sglang)
+    with suppress(ProcessLookupError):
+        vllm.thaw()
+    if vllm.alive:
+        vllm.clear()
+
+
+@pytest.fixture
+def sender(pair: list[Server]) -> Iterator[SGLangWeightSender]:
+    """Brought the old weights to both already."""
+    with fleet_of(pair).create_sender() as made:
+        made.update_weights(llama(0))
+        yield made
+
+
+def strike(pair: list[Server], row: Row) -> Server:
+    """Has the struck server fail; returns it."""
+    sglang, vllm = pair
+    if row.struck == "vllm":
+        vllm.inject(row.path, row.kind, when=row.when, after=row.after)  # type: ignore[call-arg,arg-type]
+        return vllm
+    sglang.inject(Fault(row.path, row.kind, when=row.when, after=row.after, times=1))  # type: ignore[arg-type,call-arg]
+    return sglang
+
+
+def push(sender: SGLangWeightSender, limit: float) -> UpdateReport:
+    """Pushes the new weights within a limit, and returns what the report says."""
+    start = time.monotonic()
+    report: UpdateReport | None
+    try:
+        with kit.timeout_of(sender, limit):
+            report = sender.update_weights(llama(1))
+    except WeightUpdateError as error:
+        report = error.report
+    assert report is not None
+    assert time.monotonic() - start < limit + SLACK
+    return report
+
+
+def check(report: UpdateReport, server: Server, expected: EngineState) -> None:
+    """A server is in the state that it should be in, and behaves as the report says."""
+    outcome = report.engines[server.url]
+    assert outcome.state is expected, report
+    if expected is GONE:
+        return
+    assert is_paused(server) == (expected is MIXED), report
+    assert outcome.version in (None, label(server)), report
+    if expected is not MIXED:
+        assert serves(server, expected), report
+
+
+def revive(server: Server) -> None:
+    """A server that is dead or frozen is there again; nothing else is done to it."""
+    if isinstance(server, ReferenceEngine):
+        if server.process.poll() is None:
+            kit.wake(server)
+            server.clear_faults()
+        else:
+            server.restart()
+        return
+    if not server.alive:
+        server.restart()
+    server.thaw()
+    server.clear()
+
+
+@pytest.mark.parametrize("row", TABLE, ids=str)
+def test_each_server_is_known_and_the_next_push_heals(
+    row: Row, sender: SGLangWeightSender, pair: list[Server]
+) -> None:
+    if row.path in (V_INIT, kit.INIT):
+        group = sender._transport._updater.group
+        assert group is not None
+        group.give_up()
+    struck = strike(pair, row)
+    (other,) = (server for server in pair if server is not struck)
+
+    report = push(sender, SHORT if row.kind in ("hang", "stop") else 60.0)
+    if row.when == "inside" and isinstance(struck, FakeVLLM):
+        struck.clear()  # until then it answers nothing
+
+    check(report, struck, row.state)
+    check(report, other, row.other)
+
+    revive(struck)
+    healed = sender.update_weights(llama(1))
+    for server in pair:
+        assert healed.engines[server.url].state is NEW
+        assert serves(server, NEW)
+        assert label(server) == str(healed.version)
+
+
+@pytest.mark.parametrize("struck", ["sglang", "vllm"])
+def test_a_quorum_brings_the_other_kind_up_to_date_at_once(struck: str, pair: list[Server]) -> None:
+    """Whoever dies in mid-bucket leaves the other mixed no longer than a new group takes."""
+    with fleet_of(pair, quorum=1).create_sender() as sender:
+        sender.update_weights(llama(0))
+        path, when = (V_UPDATE, "before") if struck == "vllm" else (kit.UPDATE, "after_receive")
+        dead = strike(pair, Row(struck, path, "die", when, GONE, NEW, after=1))
+        (other,) = (server for server in pair if server is not dead)
+
+        report = sender.update_weights(llama(1))
+
+        assert report.engines[dead.url].state is GONE
+        check(report, other, NEW)
+        assert label(other) == str(report.version)
+
+        revive(dead)
+        again = sender.update_weights(llama(1))
+        assert again.engines[dead.url].state is NEW
+        assert all(serves(server, NEW) for server in pair)
+
+
+def test_the_other_kind_is_not_waited_for_by_a_server_that_is_slow(
+    sender: SGLangWeightSender, pair: list[Server]
+) -> None:
+    assert mixed.label(pair[0]) == mixed.label(pair[1])
+    pair[1].inject(V_UPDATE, "hang", when="inside", after=1)  # type: ignore[call-arg]
+
+    with kit.timeout_of(sender, SHORT), pytest.raises(WeightUpdateError) as caught:
+        sender.update_weights(llama(1))
+
+    assert caught.value.engine == pair[1].url
