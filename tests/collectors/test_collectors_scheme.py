@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl import logger as torchrl_logger
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.weight_update import WeightStrategy
 from transformers import LlamaForCausalLM
@@ -223,6 +224,7 @@ def test_a_stand_in_on_the_meta_device_is_refused(
     kind: Any, policy: Any, engine: ReferenceEngine, scheme: SGLangWeightSyncScheme
 ) -> None:
     log = kit.Log(engine)
+    others = set(multiprocessing.active_children())
     with pytest.raises(ConfigurationError, match=r"meta device.*policy_factory="):
         kind(
             [worlds.Idle] * 2,
@@ -231,9 +233,43 @@ def test_a_stand_in_on_the_meta_device_is_refused(
             total_frames=80,
             weight_sync_schemes={"policy": scheme},
         )
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
     assert log.count(engine, INIT) == 0
     assert not scheme.initialized_on_sender
+
+
+# ---- in a worker
+
+
+class Broken:
+    """A collector whose tracker is broken."""
+
+    def increment_version(self) -> None:
+        raise KeyError("no tracker")
+
+
+def test_what_a_worker_cannot_count_is_told_in_its_words(scheme: SGLangWeightSyncScheme) -> None:
+    worker = pickle.loads(pickle.dumps(scheme))
+    collector = Broken()
+    worker.init_on_receiver(model_id="policy", context=collector, worker_idx=0)
+    told = worker.count(3)
+    assert told == ["Broken.increment_version() failed (KeyError: 'no tracker') at version 3"]
+
+
+def test_a_worker_whose_collector_is_not_there_tells_so(scheme: SGLangWeightSyncScheme) -> None:
+    worker = pickle.loads(pickle.dumps(scheme))
+    worker.init_on_receiver(model_id="policy", worker_idx=0, model=worlds.client())
+    worker.connect(worker_idx=0)
+    assert worker.count(1) == ["its collector is gone"]
+
+
+def test_a_worker_whose_policy_has_weights_says_that_they_stay(
+    scheme: SGLangWeightSyncScheme, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torchrl_logger, "propagate", True)
+    worker = pickle.loads(pickle.dumps(scheme))
+    worker.init_on_receiver(model_id="policy", worker_idx=0, model=worlds.layer())
+    assert "has weights of its own, which are never updated" in caplog.text
 
 
 # ---- as configuration

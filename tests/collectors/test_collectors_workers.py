@@ -162,11 +162,23 @@ def test_no_frame_of_new_weights_carries_an_older_number(run: Run, engine: Refer
             assert (batch["next", "policy_version"].flatten() >= made_by).all()
 
 
+def shut_down(collector: Any) -> None:
+    """Shut down a collector that has a dead worker, at which torchrl 0.13.3 stops with an error."""
+    try:
+        collector.shutdown()
+    except ValueError:
+        for process in collector.procs:
+            with suppress(ValueError):  # it was closed
+                process.terminate()
+                process.join(60)
+
+
 def test_death_and_afterlife(engine: ReferenceEngine) -> None:
     """A dead worker is warned of; nothing outlives the collector; its scheme drives another."""
     scheme = SGLangWeightSyncScheme(engine.url, timeout=60.0)
     scheme.register_model(kit.llama(1))
     log = kit.Log(engine)
+    others = set(multiprocessing.active_children())
 
     def make(workers: int, **options: Any) -> Any:
         return MultiSyncCollector(
@@ -184,9 +196,8 @@ def test_death_and_afterlife(engine: ReferenceEngine) -> None:
     first.procs[1].join(60)
     first.update_policy_weights_()
     assert int(first.policy_version) == 1
-    with suppress(ValueError):  # torchrl 0.13.3 asks the dead one whether it lives
-        first.shutdown()
-    assert multiprocessing.active_children() == []
+    shut_down(first)
+    assert set(multiprocessing.active_children()) <= others
     assert log.count(engine, LEAVE) == 1
     assert not scheme.initialized_on_sender
 
@@ -196,5 +207,5 @@ def test_death_and_afterlife(engine: ReferenceEngine) -> None:
     with pytest.raises(RuntimeError, match="drives MultiSyncCollector already"):
         scheme.connect()
     second.shutdown()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
     assert log.count(engine, INIT) == log.count(engine, LEAVE) == 2

@@ -173,7 +173,7 @@ def test_the_first_sample_after_an_update_bears_the_engines_new_number(
 
 def test_a_response_that_an_update_came_into_bears_both_numbers(talker: ReferenceEngine) -> None:
     """TorchRL's stamp is that of the step, after the response."""
-    collector = llm_kit.collector(llm_kit.policy(talker.url, max_new_tokens=800))
+    collector = llm_kit.collector(llm_kit.policy(talker.url, max_new_tokens=400))
     with kit.make_sender(talker) as sender:
         sender.register_collector(collector)
         sender.update_weights(MODEL)
@@ -222,6 +222,20 @@ def test_a_buffers_samples_can_be_chosen_by_staleness(talker: ReferenceEngine) -
     assert (buffer[:][stale == 0]["weight_versions", "first"] == 2).all()
 
 
+def test_old_tokens_can_be_cleared_from_the_mask_of_a_buffers_samples(
+    talker: ReferenceEngine,
+) -> None:
+    collector, buffer = grouped(talker)
+    with kit.make_sender(talker) as sender:
+        sender.update_weights(MODEL)
+        next(iter(collector))
+    batch = buffer.sample()
+    for sample in batch.unbind(0):
+        age = sender.version + 2 - sample["weight_versions"].full
+        sample["masks"].all_assistant_mask &= age <= 1
+    assert not any(sample["masks"].all_assistant_mask.any() for sample in batch.unbind(0))
+
+
 def test_the_loss_of_the_weights_that_sampled_has_a_ratio_of_one(talker: ReferenceEngine) -> None:
     """Tokens, masks and log-probabilities belong together, ragged as they are."""
     collector, buffer = grouped(talker)
@@ -248,5 +262,7 @@ def test_the_pages_code_runs(talker: ReferenceEngine) -> None:
         for code in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
             exec(compile(code, str(PAGE), "exec"), names)
     assert names["fresh"].batch_size == torch.Size([llm_kit.ENVS])
+    for sample in names["batch"].unbind(0):
+        assert sample["masks"].all_assistant_mask.sum() == len(sample["tokens"].response)
     assert names["collector"].policy_version == 2
     names["scheme"].shutdown()

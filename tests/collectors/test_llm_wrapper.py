@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from weight_update.collectors.sglang_wrapper import SGLangWrapper, WeightVersion
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.waiting import spawn
 
-LONG = 800
+LONG = 400
 SECONDS = 240.0
 MODES = ["history", "text", "tokens"]
 
@@ -215,6 +216,18 @@ def test_threads_that_share_a_batch_get_their_own_samples(talker: ReferenceEngin
         assert sample["weight_versions"].full.shape == sample["tokens"].full.shape
 
 
+def test_all_prompts_of_a_batch_are_asked_for_together() -> None:
+    """TorchRL's client waits for each response before it asks for the next."""
+    together = threading.Barrier(llm_kit.ENVS, timeout=SECONDS)
+
+    class Meeting:
+        def generate(self, **_: Any) -> Mapping[str, Any]:
+            together.wait()
+            return answer()
+
+    assert llm_kit.policy(Meeting())(llm_kit.asked()).batch_size == torch.Size([llm_kit.ENVS])
+
+
 # ---- updates while responses are made
 
 
@@ -229,11 +242,6 @@ def responding(
         call = spawn(policy, llm_kit.asked())
         kit.wait_for(lambda: kit.running(talker) == llm_kit.ENVS, SECONDS)
         yield sender, call
-
-
-def test_all_prompts_of_a_batch_are_generated_together(talker: ReferenceEngine) -> None:
-    with responding(talker, "retract") as (_, call):  # it waits until all of them run
-        assert call.result(SECONDS).batch_size == torch.Size([llm_kit.ENVS])
 
 
 def test_a_response_that_goes_on_under_new_weights_is_marked(talker: ReferenceEngine) -> None:

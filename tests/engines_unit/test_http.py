@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import socket
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import requests
-from requests import certs
-from urllib3 import HTTPResponse, HTTPSConnectionPool
 
 from weight_update.engines.http import EngineHttp, json_of
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
-from weight_update.waiting import Deadline
+from weight_update.waiting import Deadline, spawn
 
 KEY, ADMIN_KEY = "key-hunter2", "admin-hunter3"
 
@@ -93,6 +93,39 @@ def test_a_closed_client_can_be_closed_again_and_used_again(server) -> None:
     engine.close()
 
     assert get(engine).status_code == 200
+
+
+def asked_once(answer: bytes, body: object) -> tuple[bytes, Future[requests.Response]]:
+    """What one read of a raw server got, and what came of its raw answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        engine = client(f"http://127.0.0.1:{listener.getsockname()[1]}/base")
+        call = spawn(
+            lambda: engine.call("POST", "/x", phase="pause", deadline=Deadline(20), body=body)
+        )
+        connection, _ = listener.accept()
+        with connection:
+            asked = connection.recv(1 << 16)
+            connection.sendall(answer)
+    call.exception(timeout=20)
+    return asked, call
+
+
+def test_a_request_leaves_in_one_piece_so_that_the_server_wakes_once() -> None:
+    asked, call = asked_once(b"HTTP/1.1 204 No Content\r\n\r\n", {"mode": "abort"})
+
+    head, _, body = asked.partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /base/x HTTP/1.1\r\n")
+    assert json.loads(body) == {"mode": "abort"}
+    assert call.result().status_code == 204
+
+
+@pytest.mark.parametrize("length", [20, 10**18])
+def test_an_answer_that_ends_before_its_announced_end_is_none(length: int) -> None:
+    """And no memory is taken for what never comes."""
+    _, call = asked_once(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\nx".encode(), {})
+
+    with pytest.raises(EngineUnreachable, match="/x"):
+        call.result()
 
 
 # -- proxies (C12) -------------------------------------------------------------------------
@@ -338,30 +371,3 @@ def test_a_refusal_crosses_processes_with_its_answer(server, answer, rebuild) ->
 
     assert str(twin) == str(error)
     assert twin.response.status_code == 500
-
-
-# -- TLS -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "checked", "authority"),
-    [
-        ({}, "CERT_REQUIRED", certs.where()),
-        ({"tls_verify": False}, "CERT_NONE", None),
-        ({"ca_file": __file__}, "CERT_REQUIRED", __file__),
-    ],
-)
-def test_certificates_are_checked_as_the_options_say(
-    monkeypatch, options, checked: str, authority: str | None
-) -> None:
-    seen = []
-
-    def urlopen(pool, *_: object, **__: object) -> HTTPResponse:
-        seen.append((pool.cert_reqs, pool.ca_certs))
-        return HTTPResponse(b"", status=200)
-
-    monkeypatch.setattr(HTTPSConnectionPool, "urlopen", urlopen)
-
-    get(client("https://a:1", **options))
-
-    assert seen == [(checked, authority)]

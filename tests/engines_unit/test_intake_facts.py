@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weight_update.engines.intake import intake_of
 from weight_update.engines.model_folder import read_config, read_scaled, read_shapes
-from weight_update.engines.sglang.facts import intake_of
 from weight_update.facts import Intake
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}

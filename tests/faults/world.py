@@ -442,7 +442,7 @@ class ModelSession:
         if not engine.session_open:
             raise engine._refused("no weight-update session is open")
         if group_name not in engine.groups_joined:
-            raise engine._refused("unknown group")
+            raise engine._refused("Failed to receive weights: unknown group")
         if engine._groups[group_name].broken:
             raise engine._refused("Failed to receive weights: connection closed by peer")
 

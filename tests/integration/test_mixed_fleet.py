@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torchrl.collectors import Collector
 
 from tests.vllm_fake import FakeVLLM
 from weight_update import (
@@ -22,6 +23,7 @@ from weight_update.schemes.fleet import FleetWeightSyncScheme
 
 from . import kit
 from .mixed import Server, fleet_of, is_paused, label, llama, serves
+from .test_collector import Idle, client
 
 OLD, NEW = EngineState.OLD, EngineState.NEW
 
@@ -219,17 +221,30 @@ def test_a_right_number_of_ranks_is_taken(pair: list[Server]) -> None:
     assert all(serves(server, NEW) for server in pair)
 
 
-def test_a_collector_may_drive_a_fleet(pair: list[Server]) -> None:
-    scheme = fleet_of(pair)
+@pytest.mark.parametrize("kinds", ["vllm", "both"])
+def test_a_collector_drives_it_and_counts_each_update_once(kinds: str, pair: list[Server]) -> None:
+    targets = pair if kinds == "both" else pair[1:]
+    alone = VLLMWeightSyncScheme(pair[1].url, timeout=60.0)
+    scheme = fleet_of(pair) if kinds == "both" else alone
     trained = llama(1)
     scheme.register_model(trained)
-    scheme.init_on_sender(model_id="policy")
-    scheme.connect()
+    collector = Collector(
+        Idle(),
+        client(),
+        frames_per_batch=4,
+        total_frames=4,
+        weight_sync_schemes={"policy": scheme},
+        track_policy_version=True,
+    )
     try:
-        scheme.send()
+        before = collector.policy_version
+        collector.update_policy_weights_()
+
+        assert all(serves(server, NEW) for server in targets)
+        assert collector.policy_version == before + 1
     finally:
+        collector.shutdown()
         scheme.shutdown()
-    assert all(serves(server, NEW) for server in pair)
 
 
 def test_a_fleet_may_be_of_one_kind_with_two_settings(servers: list[Server]) -> None:

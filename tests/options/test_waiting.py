@@ -9,10 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
-from weight_update.waiting import Clock, Deadline, spawn
+from weight_update import waiting
+from weight_update.waiting import Clock, Deadline, hand_over, spawn
 
 
 class Hands:
@@ -24,6 +27,10 @@ class Hands:
 
     def move(self, seconds: float) -> None:
         self.time += seconds
+
+
+Start = Callable[..., Future[Any]]
+WAYS = pytest.mark.parametrize("start", [spawn, hand_over])
 
 
 class Bucket:
@@ -88,8 +95,9 @@ def test_a_deadline_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPat
     assert 0.0 < deadline.remaining() <= 10.0
 
 
-def test_a_spawned_call_gives_its_result() -> None:
-    assert spawn(max, 3, 5).result(timeout=5) == 5
+@WAYS
+def test_a_spawned_call_gives_its_result(start: Start) -> None:
+    assert start(max, 3, 5).result(timeout=5) == 5
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
@@ -101,12 +109,13 @@ def test_a_spawned_call_gives_its_error_whatever_it_is(kind: type[BaseException]
         spawn(fail).result(timeout=5)
 
 
-def test_an_error_that_is_kept_keeps_nothing_that_the_call_had() -> None:
+@WAYS
+def test_an_error_that_is_kept_keeps_nothing_that_the_call_had(start: Start) -> None:
     """A refused request had a bucket of gigabytes, and the error outlives the sender."""
     bucket = Bucket()
     freed = weakref.ref(bucket)
 
-    call = spawn(refuse, bucket)
+    call = start(refuse, bucket)
     error = call.exception(timeout=5)
     del bucket
 
@@ -114,10 +123,11 @@ def test_an_error_that_is_kept_keeps_nothing_that_the_call_had() -> None:
     assert str(error) == "no"
 
 
-def test_no_error_waits_for_the_garbage_collector() -> None:
+@WAYS
+def test_no_error_waits_for_the_garbage_collector(start: Start) -> None:
     gc.disable()
     try:
-        call = spawn(refuse, Bucket())
+        call = start(refuse, Bucket())
         freed = weakref.ref(call)
         with pytest.raises(ValueError, match="no"):
             call.result(timeout=5)
@@ -127,19 +137,64 @@ def test_no_error_waits_for_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_spawned_calls_never_wait_for_each_other() -> None:
+@WAYS
+def test_spawned_calls_never_wait_for_each_other(start: Start) -> None:
     release = threading.Event()
-    stuck = [spawn(release.wait) for _ in range(40)]
+    stuck = [start(release.wait) for _ in range(40)]
 
-    assert spawn(lambda: "free").result(timeout=5) == "free"
+    assert start(lambda: "free").result(timeout=5) == "free"
 
     release.set()
     assert all(future.result(timeout=5) for future in stuck)
 
 
-def test_a_stuck_call_does_not_keep_the_interpreter_alive() -> None:
-    code = "import time; from weight_update.waiting import spawn; spawn(time.sleep, 600)"
+@WAYS
+def test_a_stuck_call_does_not_keep_the_interpreter_alive(start: Start) -> None:
+    code = "import time; from weight_update.waiting import {0}; {0}(time.sleep, 600)"
+    code = code.format(start.__name__)
 
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_calls_that_are_handed_over_one_after_the_other_share_a_thread() -> None:
+    def again() -> bool:
+        return threading.get_ident() == first
+
+    first = hand_over(threading.get_ident).result(timeout=5)
+
+    wait_for(lambda: hand_over(again).result(timeout=5))  # it has to be idle first
+
+
+def test_an_idle_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = waiting._IdleThreads()
+    monkeypatch.setattr(waiting, "_IDLE_SECONDS", 0.01)
+    ran: list[threading.Thread] = []
+
+    threads.put(lambda: ran.append(threading.current_thread()))
+
+    wait_for(lambda: bool(ran) and not ran[0].is_alive())
+    assert threads._waiting == []
+
+
+def test_every_call_is_done_though_threads_end_at_that_very_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "_IDLE_SECONDS", 1e-4)
+
+    for number in range(200):
+        assert hand_over(abs, -number).result(timeout=5) == number
+
+
+def test_a_fork_hands_over_to_threads_of_its_own() -> None:
+    code = """
+import os
+from weight_update.waiting import hand_over
+hand_over(os.getpid).result(5)
+child = os.fork()
+if child == 0:
+    os._exit(0 if hand_over(os.getpid).result(5) == os.getpid() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 

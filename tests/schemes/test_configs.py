@@ -95,9 +95,12 @@ def test_a_fleets_config_holds_the_configs_of_its_parts() -> None:
 
 def test_the_config_of_a_torchrl_collector_can_hold_it() -> None:
     from torchrl.trainers.algorithms.configs.collectors import CollectorConfig
+    from torchrl.trainers.algorithms.configs.weight_sync_schemes import NoWeightSyncSchemeConfig
 
     schemes = {"policy": SGLangWeightSyncSchemeConfig(server_url=URL)}
-    config = OmegaConf.structured(CollectorConfig(weight_sync_schemes=schemes))
+    env = NoWeightSyncSchemeConfig()  # any config of torchrl's does
+    holder = CollectorConfig(create_env_fn=env, weight_sync_schemes=schemes)
+    config = OmegaConf.structured(holder)
     made = instantiate(config.weight_sync_schemes)
     assert type(made["policy"]) is SGLangWeightSyncScheme
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +154,15 @@ def test_a_resumed_run_that_fails_first_brought_nothing() -> None:
     assert (standing.due, standing.served_seconds) == (41, None)
 
 
+def test_the_page_names_every_number() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "logging.md").read_text()
+    phases = "`plan`, `connect`, `pause`, `drain`, `begin`, `transfer`, `end`, `flush`, `verify`"
+    assert phases in page
+    found = {
+        *short(metrics_of(report_of(1), Standing(1, 0, False, 1, 1.0, 1.0))),
+        *short(metrics_of(report_of(1), Standing(1, 1, True, 2, 1.0))),
+    }
+
+    for name in found - {"seconds/pause", "seconds/transfer"}:
+        group, _, last = name.rpartition("/")
+        assert f"`{name}`" in page or (group == "engines" and f"`{last}`" in page), name

@@ -63,7 +63,10 @@ def any_arguments(heard: list[Any]) -> Callable[..., Any]:
 
 
 def one_argument(heard: list[Any]) -> Callable[..., Any]:
-    return lambda report: heard.append(report)
+    def hook(report: UpdateReport) -> None:
+        heard.append(report)
+
+    return hook
 
 
 def one_and_a_default(heard: list[Any]) -> Callable[..., Any]:

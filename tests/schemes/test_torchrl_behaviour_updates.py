@@ -356,7 +356,7 @@ def test_weights_that_are_not_as_announced_are_a_value_error_before_any_pause(
 ) -> None:
     given = {name: value for name, value in (weights() | change).items() if value is not None}
     log = kit.Log(engine)
-    with pytest.raises(ValueError, match="lm_head.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
         transport.send_weights("model", given)
     assert log.count(engine, PAUSE) == 0
 
@@ -387,9 +387,7 @@ def test_hooks_hear_of_successes_alone_and_after_the_server_goes_on(
     engine: ReferenceEngine, sender: SGLangWeightSender
 ) -> None:
     heard: list[tuple[bool, list[int]]] = []
-    sender.register_post_hook(
-        lambda: heard.append((kit.is_paused(engine), kit.served(engine)))
-    )
+    sender.register_post_hook(lambda: heard.append((kit.is_paused(engine), kit.served(engine))))
     engine.inject(Fault(UPDATE, "refuse", times=1))
     with pytest.raises(RuntimeError):
         sender.update_weights()

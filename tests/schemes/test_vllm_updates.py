@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from tests.vllm_fake import FakeVLLM, checkpoint, signature
-from weight_update import EngineState, Stream, VLLMWeightSender, VLLMWeightSyncScheme
+from weight_update import (
+    EngineState,
+    Stream,
+    VLLMWeightSender,
+    VLLMWeightSyncScheme,
+    get_model_metadata,
+)
 from weight_update.errors import ConfigurationError, WeightUpdateError
 
 OLD, NEW = signature(checkpoint(0)), signature(checkpoint(1))
@@ -166,3 +172,42 @@ def test_a_wrong_number_of_ranks_is_refused_before_a_group_is_made(
 ) -> None:
     with sender_for(servers, num_gpus=3) as made, pytest.raises(ConfigurationError, match="3"):
         made.update_weights(checkpoint(1))
+
+
+def test_the_pattern_of_torchrls_trainers_works_word_for_word(servers: list[FakeVLLM]) -> None:
+    trained, collector = model(1), Counting()
+    scheme = VLLMWeightSyncScheme(
+        [s.url for s in servers], None, None, 2, strategy="state_dict", device="cpu"
+    )
+    sender = VLLMWeightSender(scheme)
+    sender.register_model(trained)
+    metadata = get_model_metadata(trained)
+    sender.init_all_workers_group(metadata, vllm_engine=None)
+    sender.register_collector(collector)
+    sender.register_collector(collector)
+
+    report = sender.update_weights()
+
+    assert [server.served() for server in servers] == [NEW, NEW]
+    assert (collector.version, sender.version) == (1, report.version)
+    assert sender.flush_cache()
+    sender.shutdown()
+    sender.shutdown()
+
+
+def test_metadata_that_the_weights_do_not_match_is_refused_before_the_pause(
+    servers: list[FakeVLLM],
+) -> None:
+    paused = [server.paths().count("/pause") for server in servers]
+    with sender_for(servers) as made:
+        made.init_all_workers_group({"lm_head.weight": (torch.bfloat16, torch.Size([16, 8]))})
+        with pytest.raises(ValueError, match=r"lm_head\.weight"):
+            made.update_weights(checkpoint(1))
+    assert [server.paths().count("/pause") for server in servers] == paused
+
+
+def test_a_module_may_be_given_to_each_update(servers: list[FakeVLLM]) -> None:
+    with sender_for(servers) as made:
+        made.update_weights(model(1))
+
+    assert [server.served() for server in servers] == [NEW, NEW]

@@ -71,7 +71,7 @@ class MadeUp:
 class MadeUpScheme:
     """A scheme of such transports."""
 
-    class options:  # noqa: N801 - an attribute of schemes
+    class options:
         trainer_ranks = "one"
 
     def create_transport(self) -> MadeUp:

@@ -14,8 +14,8 @@ import pytest
 import requests
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from urllib3 import HTTPResponse
 
+from weight_update.engines.connections import Answer
 from weight_update.engines.http import EngineHttp, json_of
 from weight_update.engines.sglang import facts as sglang_facts
 from weight_update.engines.sglang import names as sglang_names
@@ -113,10 +113,10 @@ class Puppet:
         self._answers = answers
         self._turn = 0
 
-    def ask(self, *_: Any, **__: Any) -> HTTPResponse:
+    def ask(self, *_: Any, **__: Any) -> Answer:
         status, body, kind = self._answers[self._turn % len(self._answers)]
         self._turn += 1
-        return HTTPResponse(body, {} if kind is None else {"Content-Type": kind}, status)
+        return Answer(status, "", [] if kind is None else [("Content-Type", kind)], body)
 
     def close(self) -> None: ...
 

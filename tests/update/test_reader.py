@@ -25,10 +25,12 @@ class SlowPacker(FakePacker):
     """Packs when it is let."""
 
     def __init__(self) -> None:
+        self.began = threading.Event()
         self.let = threading.Event()
         self.abandoned = 0
 
     def pack(self, bucket: Bucket) -> list[torch.Tensor]:
+        self.began.set()
         assert self.let.wait(20)
         return super().pack(bucket)
 
@@ -70,6 +72,7 @@ def test_buffers_are_left_to_a_pack_that_does_not_end():
     packer = SlowPacker()
     one = reader(packer)
     one.start(0)
+    assert packer.began.wait(20)
     one.let_go()
     assert packer.abandoned == 1
     packer.let.set()

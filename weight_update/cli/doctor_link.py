@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weight_update.cli.findings import Finding
+from weight_update.engines.intake import nccl_of
 from weight_update.engines.probing import ServerFacts
-from weight_update.engines.sglang.facts import nccl_of
 
 # Set on one side only, they keep NCCL from connecting; on both, they leave it the network.
 _ONE_SIDED = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")

@@ -98,11 +98,7 @@ class Counters:
         calls = [*self._calls_elsewhere(version), *self._calls_here(themselves)]
         running = [(who, spawn(call)) for who, call in calls]
         wait([call for _, call in running], timeout=_COUNT_SECONDS)
-        return [
-            f"{who} {words}".strip() + f" at version {version}"
-            for who, call in running
-            for words in _troubles_of(call)
-        ]
+        return [text for who, call in running for text in _troubles_of(who, call, version)]
 
     def _calls_here(self, themselves: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
         moved = [moved_by(collector) for collector in themselves]
@@ -112,10 +108,12 @@ class Counters:
                 moved.append(moves)
                 yield f"{type(collector).__name__}.increment_version()", collector.increment_version
 
-    def _calls_elsewhere(self, version: int) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    def _calls_elsewhere(self, version: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         # Less time than this waits, so that they can say who was late.
-        for remote in (one.remote for one in self._counted if one.remote is not None):
-            yield "", partial(remote.count, version, 0.8 * _COUNT_SECONDS)
+        for one in self._counted:
+            if one.remote is not None:
+                who = f"what makes the frames of {type(one.collector).__name__}"
+                yield who, partial(one.remote.count, version, 0.8 * _COUNT_SECONDS)
 
     def __contains__(self, collector: object) -> bool:
         return any(
@@ -129,11 +127,11 @@ def _is_handle(collector: object) -> bool:
     return callable(getattr(getattr(collector, "increment_version", None), "remote", None))
 
 
-def _troubles_of(call: Future[Any]) -> list[str]:
+def _troubles_of(who: str, call: Future[Any], version: int) -> list[str]:
     if not call.done():
-        return [f"did not return within {_COUNT_SECONDS:.0f} s"]
+        return [f"{who} did not return within {_COUNT_SECONDS:.0f} s at version {version}"]
     error = call.exception()
     if error is not None:
-        return [f"failed ({type(error).__name__}: {error})"]
+        return [f"{who} failed ({type(error).__name__}: {error}) at version {version}"]
     told = call.result()
     return told if isinstance(told, list) else []

@@ -24,6 +24,8 @@ _PLANT_SECONDS = 30.0
 # An actor that makes a batch answers when it is done; it counts before it makes the next one.
 _BUSY_SECONDS = 0.25
 
+_DEAD = ["is gone"]
+
 _planted = count()
 
 
@@ -87,11 +89,14 @@ class Actors:
         self._handles = handles
         self._call = call
         self._owner = owner
-        self._busy: dict[Any, int] = {}
+        self._busy: dict[Any, tuple[int, Any]] = {}
+        self._dead: list[Any] = []
         self._one_at_a_time = Lock()
 
     def count(self, version: int, seconds: float) -> list[str]:
         """Tells all actors; one that is busy counts when it is done with its batch.
+
+        One that is dead for good is told of once.
 
         Args:
             version: The version that the engines have now.
@@ -103,8 +108,8 @@ class Actors:
         import ray
 
         with self._one_at_a_time:
-            told = {self._call(handle, version): i for i, handle in enumerate(self._handles())}
-            self._busy |= told
+            living = [(i, h) for i, h in enumerate(self._handles()) if h not in self._dead]
+            self._busy |= {self._call(handle, version): (i, handle) for i, handle in living}
             done, _ = (
                 ray.wait(
                     list(self._busy),
@@ -115,8 +120,9 @@ class Actors:
                 if self._busy
                 else ([], [])
             )
-            outcomes = [(self._busy.pop(ref), _outcome(ref)) for ref in done]
-        return [f"actor {i} of {self._owner} {w}" for i, words in outcomes for w in words]
+            outcomes = [(*self._busy.pop(ref), _outcome(ref)) for ref in done]
+            self._dead += [handle for _, handle, words in outcomes if words == _DEAD]
+        return [f"actor {i} of {self._owner} {w}" for i, _, words in outcomes for w in words]
 
     def close(self) -> None:
         """Nothing is told any more."""
@@ -163,9 +169,11 @@ def _planted_in_workers(collector: Any, name: str) -> Workers:
 
 
 def _planted_in_actors(collector: Any, name: str) -> Actors:
+    from weight_update.collectors.torchrl_adapter import count_path  # it builds on this file
+
     key = _new_key()
     _await(spawn(_plant_in_actors, collector.remote_collectors, key), name)
-    path = f"_receiver_schemes['{key}'].count"
+    path = count_path(key)
     return Actors(
         lambda: collector.remote_collectors,
         lambda handle, version: handle.cascade_execute.remote(path, version),
@@ -207,8 +215,10 @@ def _outcome(reference: Any) -> list[str]:
 
     try:
         told = ray.get(reference)
-    except exceptions.RayActorError:
-        return ["is gone"]
+    except exceptions.ActorDiedError:
+        return _DEAD
+    except exceptions.RayActorError:  # Ray may be starting it again
+        return ["does not answer"]
     except Exception as error:  # noqa: BLE001 - whatever the actor raised; the engines are updated
         return [f"failed ({type(error).__name__}: {error})"]
     return told if isinstance(told, list) else []

@@ -4,11 +4,18 @@
 |---|---|
 | ``_init_on_sender_impl`` | the hook of ``init_on_sender``; the base class has none that works |
 | ``_init_on_receiver_impl`` | the same for workers |
-| ``_register_worker_sender`` | ``send()`` finds no transport without it |
+| ``_setup_connection_and_weights_on_sender_impl`` | the hook of ``connect``, likewise |
+| ``_setup_connection_and_weights_on_receiver_impl`` | the same for workers |
+| ``_register_worker_sender`` | ``sender_transports`` is filled by it alone |
 | ``_sender_transports``, ``_receiver_transport`` | pickled by the base; ours drops them |
-| ``collector._weight_sync_schemes`` | ``LLMCollector`` takes no schemes in its constructor |
+| ``_initialized_on_sender`` | nothing else lets a scheme be given to another collector |
+| ``collector._weight_sync_schemes`` | ``LLMCollector`` is given none; who of several counts |
+| ``collector._receiver_schemes`` | where ``cascade_execute`` finds what counts in an actor |
+| ``collector.__class__`` | only ``RayCollector`` tells its schemes that it shuts down |
 | ``SGLangWrapper._process_generation_results`` | there alone an answer meets its sample |
 | ``_WEIGHT_SYNC_SCHEMES`` | whether ``from_backend()`` has a name already, which is left alone |
+
+All are alike in 0.13.3 and 0.14.1, but for ``_WEIGHT_SYNC_SCHEMES``, which 0.13.3 lacks.
 """
 
 from __future__ import annotations
@@ -254,7 +261,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
         if ctx is not None:
             self._remote, self._worker_ends = pipes(ctx, context.num_workers, name)
         elif remote_collectors is not None:
-            path = f"_receiver_schemes[{self.model_id!r}].count"
+            path = count_path(self.model_id)
             self._remote = Actors(
                 lambda: remote_collectors,
                 lambda handle, version: handle.cascade_execute.remote(path, version),
@@ -317,6 +324,11 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
             return device_of(self.prepare_weights(None, self.model_id, None, self.context))
         except ConfigurationError:
             return None
+
+
+def count_path(key: str | None) -> str:
+    """Where ``cascade_execute`` finds the ``count`` of what was registered as a receiver."""
+    return f"_receiver_schemes[{key!r}].count"
 
 
 def _end_schemes_with(collector: Any) -> None:

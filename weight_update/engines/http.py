@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
+from http.client import HTTPException
 from io import BytesIO
 from typing import Any
 
 import requests
 from requests.structures import CaseInsensitiveDict
 from requests.utils import get_encoding_from_headers
-from urllib3 import HTTPResponse, Timeout
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-from weight_update.engines.connections import Connections
+from weight_update.engines.connections import Answer, Limits, NotConnected, connections_to
 from weight_update.errors import EngineRejected, EngineUnreachable, Phase, UpdateTimeout
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
@@ -26,6 +26,8 @@ _IDLE_SECONDS = 3.0
 _QUOTED_CHARACTERS = 500
 
 _JSON = {"Content-Type": "application/json"}
+
+_NO_ANSWER = (NotConnected, OSError, HTTPException, HTTPError, requests.RequestException)
 
 Body = dict[str, Any] | bytes
 
@@ -45,7 +47,7 @@ class EngineHttp:
         self._options = options
         self._idle_check = threading.Lock()
         self._last_used = time.monotonic()
-        self._connections = Connections(url, options)
+        self._connections = connections_to(url, options)
 
     def call(
         self,
@@ -85,7 +87,7 @@ class EngineHttp:
                 headers if sent is None else headers | _JSON,
                 _limits(deadline, late),
             )
-        except (HTTPError, requests.RequestException) as error:
+        except _NO_ANSWER as error:
             raise self._no_answer(error, f"{method} {route}", phase, deadline) from error
         except ValueError as error:
             raise self._unreadable(error, f"{method} {route}", phase) from error
@@ -103,7 +105,7 @@ class EngineHttp:
     def _no_answer(
         self, error: Exception, request: str, phase: Phase, deadline: Deadline
     ) -> EngineUnreachable | UpdateTimeout:
-        if isinstance(error, ReadTimeoutError):
+        if isinstance(error, (TimeoutError, ReadTimeoutError)):
             return UpdateTimeout(
                 f"no answer to {request} within {deadline.seconds:.1f} s",
                 engine=self.url,
@@ -167,20 +169,20 @@ class EngineHttp:
                 self._connections.close()
 
 
-def _limits(deadline: Deadline, late: float) -> Timeout:
+def _limits(deadline: Deadline, late: float) -> Limits:
     remaining = deadline.remaining() + 0.001
-    return Timeout(connect=min(_CONNECT_SECONDS, remaining), read=remaining + late)
+    return Limits(connect=min(_CONNECT_SECONDS, remaining), read=remaining + late)
 
 
 def _encoded(body: Body | None) -> bytes | None:
     return json.dumps(body, allow_nan=False).encode() if isinstance(body, dict) else body
 
 
-def _shown(answer: HTTPResponse, method: str, url: str) -> requests.Response:
+def _shown(answer: Answer, method: str, url: str) -> requests.Response:
     """An answer as requests shows one; nothing that was sent is in it, and so no key."""
     response = requests.Response()
     response.status_code, response.url = answer.status, url
-    response.reason = answer.reason or ""
+    response.reason = answer.reason
     response.headers = CaseInsensitiveDict(answer.headers)
     response.encoding = get_encoding_from_headers(response.headers)
     response.raw = BytesIO(answer.data)
@@ -220,7 +222,7 @@ def _cause(error: BaseException) -> str:
     """The innermost reason, without the pool objects that urllib3 wraps around it."""
     while error.args and isinstance(inner := _inner_cause(error), BaseException):
         error = inner
-    return str(error).rpartition(">: ")[2][:_QUOTED_CHARACTERS]
+    return (str(error).rpartition(">: ")[2] or type(error).__name__)[:_QUOTED_CHARACTERS]
 
 
 def _inner_cause(error: BaseException) -> object:

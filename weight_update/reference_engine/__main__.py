@@ -20,6 +20,8 @@ from weight_update.reference_engine.faults import Fault, FaultBoard
 from weight_update.reference_engine.launcher import ADMIN_KEY_VARIABLE, KEY_VARIABLE, MISSING_EXTRA
 from weight_update.reference_engine.releases import Release, release_named
 
+_SWITCH_SECONDS = 2e-4
+
 _DESCRIPTION = """\
 Serve a small Llama or Qwen2 model behind SGLang's weight-update protocol.
 
@@ -140,8 +142,10 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"cannot listen on {arguments.host}, port {arguments.port}: {error}")
     application = _application(arguments, listener.getsockname()[1])
-    with suppress(KeyboardInterrupt):
-        asyncio.run(_serve(application, listener, arguments.ready_fd))
+    # A real server's scheduler is a process of its own: here neither thread lets the other wait.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    with suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(application, listener, arguments.ready_fd))
     # The scheduler may sit in a broadcast that never ends; nothing here is worth waiting for.
     os._exit(0)
 
@@ -262,6 +266,16 @@ def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The loop that real servers run on, where it is installed."""
+    try:
+        from uvloop import new_event_loop  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = new_event_loop
+    return factory
 
 
 async def _serve(application: Any, listener: socket.socket, ready_fd: int | None) -> None:

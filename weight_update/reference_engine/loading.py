@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ def _nothing() -> None:
 class Loader:
     """Writes one thing after the other: on the CPU in a thread, on a GPU on a stream.
 
+    To tell a GPU what to write takes the host milliseconds, and whoever asked need not wait for
+    them: :meth:`start` only notes it, and :meth:`go` tells it.
+
     Args:
         device: Where the model is.
     """
@@ -41,11 +45,17 @@ class Loader:
         self._thread = ThreadPoolExecutor(1, "loader")
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._noted: Write = _nothing
 
     def start(self, write: Write) -> Load:
         """Begin to write, after all that this thread has been told has arrived."""
         self._last = self._in_thread(write) if self._stream is None else self._on_stream(write)
         return self._last
+
+    def go(self) -> None:
+        """Tell a GPU what was noted; nothing else is received before that."""
+        noted, self._noted = self._noted, _nothing
+        noted()
 
     def finish(self) -> None:
         """Wait until all is written."""
@@ -57,12 +67,17 @@ class Loader:
         return Load(written.result, written.result)
 
     def _on_stream(self, write: Write) -> Load:
+        cuda: Any = torch.cuda
+        written = cuda.Event()
+        self._noted = partial(self._tell, write, written)
+        return Load(lambda: cuda.current_stream().wait_event(written), written.synchronize)
+
+    def _tell(self, write: Write, written: Any) -> None:
         stream: Any = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             write()
-        written = stream.record_event()
-        return Load(lambda: torch.cuda.current_stream().wait_event(written), written.synchronize)
+        written.record(stream)
 
 
 class Buffers:

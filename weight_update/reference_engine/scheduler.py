@@ -137,6 +137,7 @@ class Scheduler(threading.Thread):
             result = getattr(self, name)(*args)
             if command is not None:
                 command[0].set_result(result)
+            self._loader.go()
 
     def _queued(self) -> list[_Command]:
         """Take all queued commands; wait for one if there is nothing else to do."""

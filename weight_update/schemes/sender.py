@@ -82,10 +82,13 @@ class SGLangWeightSender:
         once, from a thread of its own, before any server continues, so that no sample of new
         weights carries the old number; a failed update never does. A collector counts from
         where it stands: register it before the first update if its number is to equal the
-        engines' labels.
+        engines' labels. Of one with worker processes, and of a ``RayCollector``, those count that
+        make its frames; a Ray actor is registered by its handle. A collector in whose own
+        update this sender is asked counts by itself.
 
         Raises:
-            ConfigurationError: It has no ``increment_version``.
+            ConfigurationError: It has no ``increment_version``, or its workers collect already:
+                register it before its first batch.
         """
         self._counters.add(collector)
 

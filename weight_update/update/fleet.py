@@ -16,7 +16,7 @@ from weight_update.errors import (
 from weight_update.facts import Sighting
 from weight_update.report import EngineOutcome, EngineState, Verification
 from weight_update.update.protocols import Engine, Session
-from weight_update.waiting import Deadline, spawn
+from weight_update.waiting import Deadline, hand_over
 
 SILENT = (EngineUnreachable, UpdateTimeout)
 FOUND_PAUSED = (
@@ -244,7 +244,7 @@ class Fleet:
     def start(self, call: Callable[[Member, Attempt], None]) -> None:
         """Starts ``call`` on every engine; :meth:`gather` waits for it."""
         for member in self.members:
-            member.call = spawn(call, member, member.attempt)
+            member.call = hand_over(call, member, member.attempt)
 
     def calls(self) -> list[Future[None]]:
         """The calls that run, or the last ones, in the engines' order."""

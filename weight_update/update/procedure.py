@@ -52,14 +52,14 @@ class Procedure:
     deadline: Deadline
     watch: Stopwatch = field(default_factory=Stopwatch)
     warnings: list[str] = field(default_factory=list)
-    check_readers: Callable[[], None] = nobody_else
+    reader: Reader | None = None
     way: Way = "broadcast"
     _paused_at: float = field(default=0.0, init=False, repr=False)
     _reader: Reader = field(init=False, repr=False)
     _objections: Objections = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._reader = Reader(self.packer, self.plan, self.check_readers)
+        self._reader = self.reader or Reader(self.packer, self.plan, nobody_else)
         self._objections = Objections(self.fleet, self.packer, self.plan, self.rules)
 
     def run(self) -> None:
@@ -129,9 +129,8 @@ class Procedure:
     def _prepare(self) -> Packed:
         """Everything that can fail without an engine noticing: objections, the first pack."""
         with self.watch.running("plan"):
-            self.packer.reserve(self.plan)
             self._objections.to_plan()
-            self._reader.start(0)
+            self._reader.begin()
             first = self._reader.finish("plan", self._share_of("plan"))
             if first is None:
                 raise ConfigurationError("there are no weights to send", phase="plan")

@@ -16,7 +16,7 @@ import torch
 
 from weight_update.errors import Phase, UpdateTimeout
 from weight_update.update.protocols import Packer
-from weight_update.waiting import Deadline, spawn
+from weight_update.waiting import Deadline, hand_over, spawn
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.cargo import Cargo
 from weight_update.weights.growing_plan import GrowingPlan
@@ -66,9 +66,16 @@ class Reader:
         self._running: Future[Packed | None] | None = None
         self._over = False
 
+    def begin(self) -> None:
+        """Begins to read the first bucket, if nobody has told it before."""
+        if self._running is None:
+            self._packer.reserve(self._plan)
+            self.start(0)
+
     def start(self, index: int) -> None:
         """Begins to read a bucket."""
-        self._running = spawn(self._pack, index, callers_stream())
+        run = spawn if isinstance(self._plan, GrowingPlan) else hand_over  # whose code makes it?
+        self._running = run(self._pack, index, callers_stream())
 
     def finish(self, phase: Phase, deadline: Deadline) -> Packed | None:
         """The bucket that was begun, or None when there is none any more.

@@ -18,6 +18,7 @@ from weight_update.update.fleet import Fleet
 from weight_update.update.procedure import Procedure
 from weight_update.update.progress import Meter, Stopwatch
 from weight_update.update.protocols import Group, Packer
+from weight_update.update.reader import Reader
 from weight_update.update.rules import UpdateRules, own_manners
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
@@ -78,7 +79,7 @@ class Stage:
             rules,
             deadline,
             watch,
-            check_readers=self.check_readers,
+            reader=Reader(self.packer, plan, self.check_readers),
             way=self.way,
         ).run()
         backend = self.group.backend

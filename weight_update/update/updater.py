@@ -28,7 +28,7 @@ from weight_update.update.planning import Payload, PlanMemory, fitted_plan, plan
 from weight_update.update.procedure import Procedure
 from weight_update.update.progress import Meter, Stopwatch
 from weight_update.update.protocols import Engine, Group
-from weight_update.update.reader import callers_stream, in_time, nobody_else
+from weight_update.update.reader import Reader, callers_stream, in_time, nobody_else
 from weight_update.update.rehearsal import Rehearsal, refuse_large
 from weight_update.update.roster import Roster
 from weight_update.update.rules import UpdateRules, own_manners
@@ -38,7 +38,7 @@ from weight_update.update.turns import one_at_a_time, turn
 from weight_update.update.versions import next_version
 from weight_update.update.ways import Ends
 from weight_update.update.wire import Wire, refuse_meta
-from weight_update.waiting import Clock, Deadline, spawn
+from weight_update.waiting import Clock, Deadline, hand_over, spawn
 from weight_update.weights.buckets import Plan
 from weight_update.weights.cargo import Format, Formats, Terms
 from weight_update.weights.fitting import with_dtype
@@ -98,6 +98,14 @@ class _Run:
     format: Format | None = None
     pause_mode: str = "retract"
     warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan, and who reads it."""
+
+    plan: Plan | GrowingPlan
+    reader: Reader
 
 
 class Updater:
@@ -320,8 +328,10 @@ class Updater:
 
     def _leave_out_the_incomplete(self, run: _Run) -> None:
         """Under a quorum, a push of some weights passes by engines that need more than those."""
+        if run.payload.whole:
+            return
         names = {weight.spec.name for weight in run.payload.weights}
-        for member in self.roster.members if not run.payload.whole else ():
+        for member in self.roster.members:
             others = sum(not m.left_out for m in self.roster.members) - 1
             if not member.left_out and member.lost - names and others >= self._needed:
                 member.left_out, member.detail = True, "it needs a push of the whole model"
@@ -340,27 +350,31 @@ class Updater:
                     return None
 
     def _attempt(self, fleet: Fleet, run: _Run) -> None:
-        planning = self._planning_ahead(fleet, run)
+        ahead = self._planning_ahead(fleet, run)
         try:
             with run.watch.running("plan"):
                 self.roster.look(fleet, run.deadline.share(0.5))
-        finally:
-            wait(planning, timeout=run.deadline.remaining())
-        if not self._wire.serves(fleet):
-            planning.clear()  # somebody started anew
-            with run.watch.running("connect"):
-                self._meet(fleet, run.payload.weights[0].device, run)
+            if not self._wire.serves(fleet):  # somebody started anew
+                _let_go(ahead, run.deadline)
+                with run.watch.running("connect"):
+                    self._meet(fleet, run.payload.weights[0].device, run)
+        except BaseException:
+            _let_go(ahead, run.deadline)
+            raise
         run.warnings += [text for text in self._wire.warnings if text not in run.warnings]
-        procedure = self._procedure(fleet, run, planning or [self._planning(fleet, run)])
+        procedure = self._procedure(fleet, run, ahead or [self._planning(fleet, run)])
         try:
             procedure.run()
         finally:
             run.warnings += procedure.warnings
 
-    def _planning_ahead(self, fleet: Fleet, run: _Run) -> list[Future[Plan | GrowingPlan]]:
-        """Plans while engines are looked at, where they are known and no value has to be read."""
-        known = self._wire.serves(fleet) and run.payload.stream is None
-        return [self._planning(fleet, run)] if known and not self.options.check_finite else []
+    def _planning_ahead(self, fleet: Fleet, run: _Run) -> list[Future[_Planned]]:
+        """Plans, and packs the first bucket, while engines are looked at that are known already."""
+        if not self._wire.serves(fleet) or run.payload.stream is not None:
+            return []
+        if self.options.check_finite or run.push.check_readers is not nobody_else:
+            return []  # values would be read, perhaps by others too, for nothing
+        return [self._planning(fleet, run, packs=True)]
 
     def _meet(self, fleet: Fleet, device: torch.device, run: _Run) -> None:
         deadline = run.deadline.share(0.5)
@@ -412,7 +426,7 @@ class Updater:
         release(fleet, run.deadline.afresh(RESUME_SECONDS))
 
     def _procedure(
-        self, fleet: Fleet, run: _Run, planning: Sequence[Future[Plan | GrowingPlan]]
+        self, fleet: Fleet, run: _Run, planning: Sequence[Future[_Planned]]
     ) -> Procedure:
         group, packer = self._wire.ends()
         run.version = run.version or self._next_version()
@@ -424,7 +438,8 @@ class Updater:
         rules = self._rules(run, count)
         run.watch.phase = "plan"
         deadline = run.deadline.share(_PLANNING_SHARE)
-        run.plan = in_time(planning[0], "the weights", "plan", deadline, run.push.check_readers)
+        made = in_time(planning[0], "the weights", "plan", deadline, run.push.check_readers)
+        run.plan = made.plan
         run.watch.meter.plan(run.plan)
         return Procedure(
             fleet,
@@ -434,7 +449,7 @@ class Updater:
             rules,
             run.deadline,
             run.watch,
-            check_readers=run.push.check_readers,
+            reader=made.reader,
             way=self._wire.way,
         )
 
@@ -445,6 +460,7 @@ class Updater:
         free = [member.engine.intake.free_bytes for member in members]
         known = [size for size in free if size is not None]
         engine_bytes = min(known) if known and len(known) == len(free) else None
+        memory = PlanMemory() if run is None else self._planned
 
         def choose(weights: Sequence[Weight] | None) -> Format:
             asked = None if run is None else run.push.bucket_bytes
@@ -453,12 +469,18 @@ class Updater:
                 engine_bytes,
                 self._wire.request_seconds,
                 in_place=device.type == "cuda"
-                and all(w.device == device and w.at_hand for w in weights or ()),
+                and memory.once(
+                    "in place", (weights, device), lambda: _all_at_hand(weights or (), device)
+                ),
                 ranks=max((member.ranks for member in members), default=1),
                 intakes={member.url: member.engine.intake for member in members},
                 bucket_limit=None if run is None else run.push.bucket_limit,
             )
-            specs = None if weights is None else [weight.spec for weight in weights]
+            specs = (
+                None
+                if weights is None
+                else memory.once("specs", weights, lambda: [w.spec for w in weights])
+            )
             chosen = terms.limited(self._wire.packer_for(device).format(specs, terms))
             if run is not None:
                 run.format = chosen
@@ -486,21 +508,26 @@ class Updater:
             return self.version + 1  # a resumed run's own count wins over the engines' labels
         return next_version(self.version, [m.label for m in self.roster.members])
 
-    def _planning(self, fleet: Fleet, run: _Run) -> Future[Plan | GrowingPlan]:
+    def _planning(self, fleet: Fleet, run: _Run, *, packs: bool = False) -> Future[_Planned]:
         """Finds out which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
         known = {name for member in fleet.members for name in _known_names(member)}
         unread = [f"{url}: {_UNREAD}" for url, intake in intakes.items() if intake.unread]
         run.warnings += [text for text in unread if text not in run.warnings]
-        format_of = self._formats(self._wire.ends()[0].device, fleet.members, run)
+        group, packer = self._wire.ends()
+        format_of = self._formats(group.device, fleet.members, run)
 
-        def plan(stream: AbstractContextManager[object]) -> Plan | GrowingPlan:
+        def plan(stream: AbstractContextManager[object]) -> _Planned:
             with stream:
-                return fitted_plan(
+                made = fitted_plan(
                     run.payload, intakes, known, self.options, format_of, self._planned
                 )
+                reader = Reader(packer, made, run.push.check_readers)
+                if packs:
+                    reader.begin()
+                return _Planned(made, reader)
 
-        return spawn(plan, callers_stream())  # to check the values reads them all
+        return hand_over(plan, callers_stream())  # to check the values reads them all
 
     # -- bookkeeping --------------------------------------------------------------------
 
@@ -583,6 +610,19 @@ def _known_names(member: Member) -> Iterable[str]:
     """Names of the whole model: those that an engine took, or else those in its model's folder."""
     intake = member.engine.intake
     return member.shapes or (intake.shapes if intake.whole_layers else ())
+
+
+def _let_go(ahead: list[Future[_Planned]], deadline: Deadline) -> None:
+    """Ends what was planned for engines that are not there any more."""
+    wait(ahead, timeout=deadline.remaining())
+    for planning in ahead:
+        if planning.done() and planning.exception() is None:
+            planning.result().reader.let_go()
+    ahead.clear()
+
+
+def _all_at_hand(weights: Sequence[Weight], device: torch.device) -> bool:
+    return all(weight.device == device and weight.at_hand for weight in weights)
 
 
 def _nothing(_: int) -> Sequence[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weight_update.engines.http import EngineHttp
+from weight_update.engines.intake import intake_of
 from weight_update.engines.model_folder import folder_of, read_config, read_scaled, read_shapes
 from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
@@ -24,7 +25,6 @@ from weight_update.engines.sglang.facts import (
     digests_of,
     first_row_of,
     instance_of,
-    intake_of,
     label_of,
     model_of,
 )

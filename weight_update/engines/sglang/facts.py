@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
+from weight_update.engines.json_values import is_count, is_number, texts
 from weight_update.engines.sglang.capabilities import replicas_of, stages_of
 from weight_update.engines.sglang.names import are_names_known
-from weight_update.facts import Digests, Intake, Part
+from weight_update.facts import Digests, Part
 
 # Fields of /server_info that a start makes anew: the seed unless it was given, and how long
 # each step of the start took (0.5.23).
@@ -19,16 +20,6 @@ _ANEW = ("random_seed", "startup_time")
 # What decides which bytes a rank holds, and how they are digested.
 _LAYOUT = ("version", "tp_size", "dtype", "device")
 _LAYOUT_OPTIONS = ("quantization", "ep_size", "enable_lora", "speculative_algorithm")
-_DTYPES = {
-    **{name: name for name in ("float16", "bfloat16", "float32", "float64")},
-    **{"half": "float16", "float": "float32"},
-}
-# The part of a configuration that is about the text model, in one that has several.
-_TEXT = ("text_config", "llm_config", "language_config")
-# More is no size of memory.
-_MOST_GIB = 1 << 20
-_NOT_QUANTISED = ("", "none", "unquant")
-_NO_DRAFT_MODEL = ("", "none", "ngram")
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ def model_of(info: Mapping[str, Any], model: Mapping[str, Any]) -> SGLangModel:
         >>> model_of(info, {"architectures": ["LlamaForCausalLM"]}).layout
         'version=0.5.23, tp_size=1, dtype=bfloat16, device=cuda, architectures=LlamaForCausalLM'
     """
-    found = _texts(model.get("architectures"))
+    found = texts(model.get("architectures"))
     if stages_of(info) > 1:  # the first of them answers, and shows its own weights only
         return SGLangModel(found)
     return SGLangModel(
@@ -78,145 +69,6 @@ def _layout_of(info: Mapping[str, Any], architectures: tuple[str, ...]) -> str |
         fields["model_path"] = info.get("model_path")
     fields["architectures"] = "+".join(architectures)
     return ", ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def intake_of(
-    info: Mapping[str, Any],
-    model: Mapping[str, Any],
-    config: Mapping[str, Any],
-    *,
-    requantises: bool = False,
-) -> Intake:
-    """How a server takes weights.
-
-    Args:
-        info: Its ``/server_info``.
-        model: Its ``/model_info``.
-        config: ``config.json`` of its model; empty where that cannot be read.
-        requantises: Whether the release processes weights again at the end of an update.
-
-    Example:
-        >>> intake = intake_of({"dtype": "auto"}, {}, {"dtype": "float32", "vocab_size": 64})
-        >>> intake.dtype, intake.vocabulary, intake.quantization
-        ('float16', 64, None)
-    """
-    config = {**config, **_overrides_of(info)}
-    quantisation = _quantisation_of(info, config)
-    left_out = quantisation.get("ignored_layers") or quantisation.get("modules_to_not_convert")
-    return Intake(
-        architectures=_texts(model.get("architectures")),
-        dtype=_dtype_of(info, config),
-        vocabulary=_vocabulary_of(config),
-        quantization=_kind_of(quantisation),
-        block=_block_of(quantisation.get("weight_block_size")),
-        unconverted=_texts(left_out),
-        requantises=requantises,
-        drafts=_word(info.get("speculative_algorithm")) not in _NO_DRAFT_MODEL,
-        partial_modules=not quantisation,
-        free_bytes=_free_bytes(info),
-        nccl=nccl_of(info),
-    )
-
-
-def nccl_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """What a server sets of NCCL where its environment has nothing: by its arguments, on GPUs.
-
-    Example:
-        >>> nccl_of({"device": "cuda", "enable_nccl_nvls": True})
-        {'NCCL_CUMEM_ENABLE': '0', 'NCCL_NVLS_ENABLE': '1'}
-    """
-    if _word(info.get("device")) != "cuda":
-        return {}
-    symmetric = info.get("enable_symm_mem") is True
-    nvls = symmetric or info.get("enable_nccl_nvls") is True
-    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(nvls))}
-
-
-def _free_bytes(info: Mapping[str, Any]) -> int | None:
-    """What the fullest rank had free when it had started, as 0.5.23 says (in GiB)."""
-    told = info.get("internal_states")
-    states = told if isinstance(told, list) else []
-    usages = [state.get("memory_usage") for state in states if isinstance(state, dict)]
-    free: list[Any] = [u.get("startup_available") for u in usages if isinstance(u, dict)]
-    known = [gib for gib in free if _is_number(gib) and 0 <= gib < _MOST_GIB]
-    return int(min(known) * (1 << 30)) if known and len(known) == len(states) else None
-
-
-def _overrides_of(info: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        found = json.loads(info.get("json_model_override_args") or "{}")
-    except (TypeError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _word(value: Any) -> str:
-    return value.lower() if isinstance(value, str) else ""
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(row for row in value if isinstance(row, str)) if isinstance(value, list) else ()
-
-
-def _parts_of_text(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where the facts of the text model stand, the likeliest place first."""
-    nested = [config[name] for name in _TEXT if isinstance(config.get(name), dict)]
-    return [*nested[:1], config]
-
-
-def _dtype_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    told = _word(info.get("dtype"))
-    if told != "auto":
-        return _DTYPES.get(told)
-    parts = _parts_of_text(config)
-    kept = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
-    own = next((dtype for dtype in map(_word, kept) if dtype), None)
-    if own is None:
-        return None
-    dtype = _DTYPES.get(own.removeprefix("torch."))
-    if dtype != "float32":
-        return dtype
-    # "auto" serves no model in fp32.
-    return "bfloat16" if _word(parts[0].get("model_type")).startswith("gemma") else "float16"
-
-
-def _vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    if config.get("model_type") == "mllama":
-        return None  # its embedding has more rows than its output layer
-    sizes = [part.get("vocab_size") for part in _parts_of_text(config)]
-    return next((size for size in sizes if _is_count(size) and size > 0), None)
-
-
-def _quantisation_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server was told of quantisation, or else its checkpoint; empty when there is none."""
-    kept = [
-        part[key]
-        for part in (config, *_parts_of_text(config))
-        for key in ("quantization_config", "compression_config")
-        if isinstance(part.get(key), dict) and part[key]
-    ]
-    found = {"quant_method": "a kind that its configuration does not name"}
-    found = {**found, **kept[0]} if kept else {}
-    told = _word(info.get("quantization")) or ("torchao" if info.get("torchao_config") else "")
-    if told in _NOT_QUANTISED:
-        return found
-    # A checkpoint of another kind is converted when it is loaded, and so is a plain one.
-    same = _word(found.get("quant_method")) == told
-    return {**(found if same else {}), "quant_method": told}
-
-
-def _kind_of(quantisation: Mapping[str, Any]) -> str | None:
-    """The word for a kind of quantisation; scales of a format of their own make another kind."""
-    kind, scales = quantisation.get("quant_method"), quantisation.get("scale_fmt")
-    if not quantisation:
-        return None
-    return f"{kind} with scales in {scales}" if scales else str(kind)
-
-
-def _block_of(value: Any) -> tuple[int, int] | None:
-    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_count, value)):
-        return None
-    return (value[0], value[1]) if all(value) else None
 
 
 def label_of(model: Mapping[str, Any]) -> str | None:
@@ -266,7 +118,7 @@ def _place_of(row: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(place, dict):
         return ()
     found = (place.get(key) for key in ("dp_rank", "pp_rank", "tp_rank"))
-    return tuple(rank if _is_count(rank) else 0 for rank in found)
+    return tuple(rank if is_count(rank) else 0 for rank in found)
 
 
 def _are_texts(values: Any) -> bool:
@@ -295,13 +147,9 @@ def _part_of(part: Any) -> Part | None:
     if not isinstance(part, dict):
         return None
     dim, start, length = part.get("dim"), part.get("start"), part.get("length")
-    if not (dim is None or _is_count(dim)) or not _is_count(start) or not _is_count(length):
+    if not (dim is None or is_count(dim)) or not is_count(start) or not is_count(length):
         return None
     return Part(dim, start, length)
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def first_row_of(body: Any, replicas: int = 1) -> tuple[float, ...] | None:
@@ -331,11 +179,6 @@ def _row_of(body: Any) -> tuple[float, ...] | None:
     # Several leaders of data-parallel attention answer in a list around their rows.
     while isinstance(body, list) and body and isinstance(body[0], list):
         body = body[0]
-    if not isinstance(body, list) or not body or not all(_is_number(value) for value in body):
+    if not isinstance(body, list) or not body or not all(is_number(value) for value in body):
         return None
     return tuple(float(value) for value in body)
-
-
-def _is_number(value: Any) -> bool:
-    small = isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 1000
-    return small or isinstance(value, float)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weight_update.engines.intake import intake_of as intake_told
 from weight_update.engines.model_folder import read_config, read_shapes
-from weight_update.engines.sglang.facts import intake_of as intake_told
 from weight_update.engines.sglang.names import compare_names
 from weight_update.facts import Intake, NameCheck
 
