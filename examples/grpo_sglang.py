@@ -53,8 +53,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from weight_update import SGLangWeightSender, SGLangWeightSyncScheme, UpdateReport
-from weight_update.collectors.sglang_wrapper import SGLangWrapper, staleness
+from weight_update import (
+    SGLangWeightSender,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+    UpdateReport,
+    staleness,
+)
 from weight_update.reference_engine import ReferenceEngine
 
 set_list_to_stack(True).set()  # TorchRL's chats want it: a list of strings is one a sample

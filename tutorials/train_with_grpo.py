@@ -37,8 +37,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDictBase
 
-from weight_update import SGLangWeightSyncScheme, WeightUpdateError
-from weight_update.collectors.sglang_wrapper import staleness
+from weight_update import SGLangWeightSyncScheme, WeightUpdateError, staleness
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -68,7 +67,7 @@ learner = Learner(model, tokenizer)
 #
 # Parts of TorchRL make samples. A dataloader brings prompts, each repeated as often as a group has
 # members. A ``ChatEnv`` makes chats of them, and a transform pays for the answers. The policy is a
-# client of the server: :class:`~weight_update.collectors.sglang_wrapper.SGLangWrapper`, which
+# client of the server: :class:`~weight_update.SGLangWrapper`, which
 # differs from TorchRL's in that its samples say who made them. An ``LLMCollector`` drives it all.
 
 collector = make_collector(engine.url, tokenizer, seed=0)
@@ -185,7 +184,7 @@ assert versions.tolist() == [sender.version - 1, sender.version]
 ######################################################################
 # Such a sample is of no single policy, but each token of it is: it has the log-probability that the
 # version gave it which made it. GRPO's ratio is taken token by token, so it can be learned from.
-# :func:`~weight_update.collectors.sglang_wrapper.staleness` tells what to leave out if you would
+# :func:`~weight_update.staleness` tells what to leave out if you would
 # rather not, or if it became too old. Leave it out after the advantages, or groups lose members:
 
 assert (staleness(samples, sender.version).flatten()[mixed] == 1).all()

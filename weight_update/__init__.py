@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weight_update.collectors.sglang_wrapper import SGLangWrapper, WeightVersions, staleness
     from weight_update.errors import (
         ConfigurationError,
         EngineRejected,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
         salted,
         versions_of,
     )
+    from weight_update.schemes.fleet import FleetWeightSyncScheme
+    from weight_update.schemes.metrics import metrics_of
     from weight_update.schemes.scheme import SGLangWeightSyncScheme
     from weight_update.schemes.sender import SGLangWeightSender
     from weight_update.schemes.transport import SGLangCollectiveTransport
@@ -62,6 +65,11 @@ _HOMES = {
     "retry_aborted": "rollouts",
     "salted": "rollouts",
     "versions_of": "rollouts",
+    "SGLangWrapper": "collectors.sglang_wrapper",
+    "WeightVersions": "collectors.sglang_wrapper",
+    "staleness": "collectors.sglang_wrapper",
+    "FleetWeightSyncScheme": "schemes.fleet",
+    "metrics_of": "schemes.metrics",
     "SGLangWeightSyncScheme": "schemes.scheme",
     "SGLangWeightSender": "schemes.sender",
     "SGLangCollectiveTransport": "schemes.transport",
@@ -83,12 +91,14 @@ __all__ = [
     "EngineRejected",
     "EngineState",
     "EngineUnreachable",
+    "FleetWeightSyncScheme",
     "MissingSetting",
     "NotSupported",
     "RefitAborted",
     "SGLangCollectiveTransport",
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
+    "SGLangWrapper",
     "SavedStateDict",
     "Stream",
     "UpdateReport",
@@ -98,12 +108,15 @@ __all__ = [
     "WeightMismatchError",
     "WeightSynchronizer",
     "WeightUpdateError",
+    "WeightVersions",
     "create_weight_synchronizer",
     "get_model_metadata",
     "get_sglang_model_metadata",
     "is_aborted",
+    "metrics_of",
     "retry_aborted",
     "salted",
+    "staleness",
     "versions_of",
 ]
 

@@ -58,8 +58,12 @@ def test_the_steps_run_in_order_on_every_engine() -> None:
     report = home.push()
 
     expected = ["observe", "inspect", "join", "pause", "drain", "begin", *["apply"] * 4]
-    expected += ["end", "flush", "stamp", "observe", "resume", "observe"]
-    assert [engine.calls for engine in home.engines] == [expected] * 2
+    expected += ["end", "flush", *["observe", "stamp"], "resume", "observe"]
+    calls = [engine.calls for engine in home.engines]
+    side_by_side = slice(-4, -2)  # the look and the stamp
+    for asked in calls:
+        asked[side_by_side] = sorted(asked[side_by_side])
+    assert calls == [expected] * 2
     assert report.version == 1
     assert report.buckets == 4
     assert [outcome.state for outcome in report.engines.values()] == [EngineState.NEW] * 2
