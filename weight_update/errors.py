@@ -172,6 +172,26 @@ class RefitAborted(WeightUpdateError):
     """What a worker's words have in them then; a call through an engine keeps no types."""
 
 
+def first_of(errors: Sequence[BaseException]) -> BaseException:
+    """The first of several errors, an interrupt before all; notes on it tell of the others.
+
+    It also names the engines that others of its kind came from.
+
+    Example:
+        >>> gone = [EngineUnreachable("gone", engine=url) for url in ("http://a:1", "http://b:1")]
+        >>> first_of(gone).engines
+        ('http://a:1', 'http://b:1')
+    """
+    first = next((e for e in errors if not isinstance(e, Exception)), errors[0])
+    for other in errors:
+        if other is not first:
+            ours = isinstance(other, WeightUpdateError)
+            first.add_note(f"and besides: {other if ours else repr(other)}")
+            if isinstance(first, WeightUpdateError) and isinstance(other, type(first)):
+                first.engines = tuple(dict.fromkeys((*first.engines, *other.engines)))
+    return first
+
+
 def some_of(names: Sequence[str], shown: int = 3) -> str:
     """The first names of many, for a message.
 
@@ -186,8 +206,9 @@ def kind_of_error(name: str) -> type[WeightUpdateError]:
     """The class of that name; the base class for a name that is none.
 
     Example:
-        >>> kind_of_error("UpdateTimeout") is UpdateTimeout
-        True
+        >>> kind_of_error("UpdateTimeout"), kind_of_error("MissingSetting")
+        (<class '...UpdateTimeout'>, <class '...MissingSetting'>)
     """
-    kinds = {kind.__name__: kind for kind in WeightUpdateError.__subclasses__()}
-    return kinds.get(name, WeightUpdateError)
+    kind = globals().get(name)
+    known = isinstance(kind, type) and issubclass(kind, WeightUpdateError)
+    return kind if known else WeightUpdateError

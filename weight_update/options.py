@@ -78,12 +78,12 @@ class HttpOptions:
     @classmethod
     def read(
         cls,
-        api_key: str | None,
-        admin_api_key: str | None,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
         *,
-        tls_verify: bool,
-        ca_file: str | None,
-        use_proxies: bool,
+        tls_verify: bool = True,
+        ca_file: str | None = None,
+        use_proxies: bool = False,
     ) -> HttpOptions:
         """Options with the keys from the arguments or else the environment."""
         return cls(

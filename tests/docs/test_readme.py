@@ -123,7 +123,7 @@ def test_every_link_and_path_leads_somewhere(document: str) -> None:
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_every_make_target_exists(document: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", text_of("Makefile"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
     commands = [
         command
         for code in code_of(text_of(document))

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from weight_update import ConfigurationError, EngineState, WeightUpdateError
+from weight_update.delivery import ranks
 from weight_update.synchronizers import (
     CollectiveWeightSynchronizer,
     IPCWeightSynchronizer,
     NoSurvivingShards,
     SGLangColocatedWeightSynchronizer,
     SGLangDisaggregatedWeightSynchronizer,
-    leading,
 )
 from weight_update.weights.stream import Stream
 
@@ -192,8 +192,8 @@ def test_a_group_is_made_where_the_model_is():
 def test_of_the_ranks_that_hold_a_model_one_makes_the_group(
     rank: int, joined: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(leading, "open_channel", lambda: SimpleNamespace(rank=rank, ranks=2))
-    monkeypatch.setattr(leading, "takers", lambda source, ranks, _: set(range(ranks)))
+    monkeypatch.setattr(ranks, "open_channel", lambda: SimpleNamespace(rank=rank, ranks=2))
+    monkeypatch.setattr(ranks, "readers_of", lambda source, count: set(range(count)))
     sync, journal = made("vllm apart")
     sync.init_communicator()
     assert [call for call in journal.take() if call.startswith("E.")] == joined
@@ -208,8 +208,8 @@ def test_of_ranks_that_take_part_with_whole_models_one_speaks(
     told = []
     for number in range(2):
         channel = SimpleNamespace(rank=number, ranks=2)
-        monkeypatch.setattr(leading, "open_channel", lambda channel=channel: channel)
-        told.append(leading.leads(dict, trainer_ranks))
+        monkeypatch.setattr(ranks, "open_channel", lambda channel=channel: channel)
+        told.append(ranks.leads(dict, trainer_ranks))
     assert told == speak
 
 

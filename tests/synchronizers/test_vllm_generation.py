@@ -34,6 +34,22 @@ def generation(server: FakeVLLM) -> Iterator[VLLMGeneration]:
     made.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TORCHRL_SGLANG_WEIGHT_SYNC_FLUSH_CACHE", "no"),
+        ("TORCHRL_SGLANG_WEIGHT_SYNC_FLUSH_CACHE", "nonsense"),
+        ("TORCHRL_SGLANG_PAUSE_GENERATION_MODE", "in_place"),
+    ],
+)
+def test_variables_of_sglang_mean_nothing_to_vllm(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    options = VLLMGeneration("http://127.0.0.1:8000").options
+    assert (options.effective_pause_mode(), options.flush_wanted()) == ("retract", True)
+
+
 def push(generation: VLLMGeneration, seed: int) -> Any:
     delivery = generation.delivery(colocated=False, timeout_s=None, policy=None)
     try:

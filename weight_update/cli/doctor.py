@@ -123,7 +123,7 @@ def http_options(ca_file: str | None) -> HttpOptions:
     """How servers are spoken to; keys come from the environment."""
     from weight_update.options import HttpOptions
 
-    return HttpOptions.read(None, None, tls_verify=True, ca_file=ca_file, use_proxies=False)
+    return HttpOptions.read(ca_file=ca_file)
 
 
 def show(diagnosis: Diagnosis, to: Console) -> None:

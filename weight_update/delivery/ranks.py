@@ -214,19 +214,22 @@ class Ranks:
             )
 
 
-def takers(source: Any, ranks: int, trainer_ranks: TrainerRanks) -> set[int]:
-    """Ranks of the trainer that take part in its updates; none where each would run its own.
+def leads(source: Callable[[], Any], trainer_ranks: TrainerRanks = "one") -> bool:
+    """Whether this rank speaks to the engines; one that holds all weights by itself does.
 
     Args:
-        source: What an update is given.
-        ranks: How many ranks the trainer has.
-        trainer_ranks: As in the options.
+        source: Returns what is sent; asked only where there are other ranks.
+        trainer_ranks: Of the options: ``"node"`` has one of all ranks speak, whatever they hold.
 
     Example:
-        >>> takers({}, 2, "one"), takers({}, 2, "node")
-        (set(), {0, 1})
+        >>> leads(dict)
+        True
     """
-    return readers_of(source, ranks) or _everybody(ranks, trainer_ranks)
+    channel = open_channel()
+    if channel is None:
+        return True
+    takers = readers_of(source(), channel.ranks) or _everybody(channel.ranks, trainer_ranks)
+    return not takers or channel.rank == min(takers)
 
 
 def _everybody(ranks: int, trainer_ranks: TrainerRanks) -> set[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weight_update.collectors.torchrl_adapter import register_backend
+from weight_update.delivery.arguments import read_options
 from weight_update.options import (
     Backend,
     DeviceLike,
@@ -24,7 +25,7 @@ from weight_update.options import (
     Verify,
     WhenBusy,
 )
-from weight_update.schemes.server_scheme import ServerScheme, read_options
+from weight_update.schemes.server_scheme import ServerScheme
 from weight_update.schemes.transport import SGLangCollectiveTransport
 
 

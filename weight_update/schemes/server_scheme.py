@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from weight_update.collectors.torchrl_adapter import CollectorScheme, torchrl_logger
 from weight_update.delivery.sections import EngineKind
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
-    DeviceLike,
-    HttpOptions,
     Strategy,
     UpdateOptions,
     check_choice,
-    check_device_exists,
-    parse_device,
     parse_server_urls,
     place_of,
-    read_bucket_bytes,
-    read_directory,
 )
 from weight_update.schemes.sender import SGLangWeightSender
 from weight_update.schemes.transport import SGLangCollectiveTransport
-from weight_update.transports.address import read_master_address
-from weight_update.weights.name_map import check_name_map
 
 
 class ServerScheme(CollectorScheme):
@@ -106,43 +95,3 @@ class ServerScheme(CollectorScheme):
     def create_receiver(self, *args: Any, **kwargs: Any) -> None:
         """None: the servers own the receivers."""
         torchrl_logger.info("the servers own their receivers; there is none to create")
-
-
-def read_options(arguments: Mapping[str, Any]) -> UpdateOptions:
-    """Options from a constructor's arguments, and from the environment where those are None.
-
-    Args:
-        arguments: By name, such as ``locals()`` at the constructor's start; what is no option is
-            passed over.
-
-    Raises:
-        ConfigurationError: An argument or a variable cannot work.
-
-    Example:
-        >>> read_options({"self": None, "timeout": 5.0, "tls_verify": False}).http.tls_verify
-        False
-    """
-    given = {f.name: arguments[f.name] for f in fields(UpdateOptions) if f.name in arguments}
-    http = {f.name: arguments[f.name] for f in fields(HttpOptions) if f.name in arguments}
-    check_named_device(given.get("device"))
-    check_name_map(given.get("name_map"))
-    given["master_address"] = read_master_address(given.get("master_address"))
-    if given.get("bucket_bytes") is None:
-        given["bucket_bytes"] = read_bucket_bytes()
-    if "directory" in given:
-        given["directory"] = read_directory(given["directory"])
-    return UpdateOptions(**given, http=HttpOptions.read(**{**_NO_KEYS, **http}))
-
-
-_NO_KEYS: dict[str, Any] = {
-    **{"api_key": None, "admin_api_key": None},
-    **{"tls_verify": True, "ca_file": None, "use_proxies": False},
-}
-
-
-def check_named_device(device: DeviceLike) -> None:
-    """Raises ConfigurationError if a device is named that torch does not see."""
-    # A bare index is TorchRL's default and follows the scheme to the machine that has the GPU;
-    # who names a device means one that exists.
-    if isinstance(device, (str, torch.device)):
-        check_device_exists(parse_device(device))

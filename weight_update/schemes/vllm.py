@@ -11,6 +11,7 @@ from typing import Any
 
 from weight_update.collectors.torchrl_adapter import register_backend
 from weight_update.delivery.adapter_push import AdapterPush
+from weight_update.delivery.arguments import read_options
 from weight_update.delivery.deployment import OpenDeployment
 from weight_update.delivery.vllm import VLLMDeployment
 from weight_update.errors import ConfigurationError
@@ -34,7 +35,7 @@ from weight_update.options import (
     parse_server_urls,
 )
 from weight_update.schemes.sender import SGLangWeightSender
-from weight_update.schemes.server_scheme import ServerScheme, read_options
+from weight_update.schemes.server_scheme import ServerScheme
 from weight_update.schemes.transport import SGLangCollectiveTransport
 
 VLLMWeightSender = SGLangWeightSender

@@ -17,6 +17,7 @@ from weight_update.errors import (
     UpdateTimeout,
     WeightMismatchError,
     WeightUpdateError,
+    first_of,
 )
 from weight_update.options import check_positive
 from weight_update.report import EngineState, UpdateReport
@@ -285,13 +286,13 @@ def restoring(*steps: Step, together: Callable[[Step], object] = _alone) -> Iter
     try:
         yield later
     except BaseException as error:
-        first = _first_of([error, *_troubles(later, _alone)])
+        first = first_of([error, *_troubles(later, _alone)])
         if first is not error:
             raise first from error
         raise
     troubles = _troubles(later, together)
     if troubles:
-        raise _first_of(troubles)
+        raise first_of(troubles)
 
 
 def _troubles(steps: list[Step], together: Callable[[Step], object]) -> list[BaseException]:
@@ -302,14 +303,6 @@ def _troubles(steps: list[Step], together: Callable[[Step], object]) -> list[Bas
         except BaseException as error:  # noqa: BLE001 - raised when all steps have run
             found.append(error)
     return found
-
-
-def _first_of(errors: list[BaseException]) -> BaseException:
-    first = next((e for e in errors if not isinstance(e, Exception)), errors[0])
-    for error in errors:
-        if error is not first:
-            first.add_note(f"and besides: {error!r}")
-    return first
 
 
 def _timed(timer: Timer | None) -> AbstractContextManager[Any]:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from weight_update.delivery.delivery import Delivery
+from weight_update.delivery.ranks import leads
 from weight_update.errors import ConfigurationError
 from weight_update.report import UpdateReport
 from weight_update.synchronizers.buffer_size import explicit_bytes, share_of
 from weight_update.synchronizers.exchange import Exchange, Refit
 from weight_update.synchronizers.hand_over import hand_over
-from weight_update.synchronizers.leading import leads
 from weight_update.synchronizers.membership import present_shards
 from weight_update.synchronizers.protocols import (
     Generation,

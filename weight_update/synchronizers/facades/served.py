@@ -9,16 +9,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, get_args
 
+from weight_update.delivery.arguments import read_options
 from weight_update.delivery.delivery import Delivery
 from weight_update.delivery.deployment import Deployment
-from weight_update.delivery.ranks import Ranks
-from weight_update.errors import UpdateTimeout, WeightUpdateError
+from weight_update.delivery.ranks import Ranks, leads
+from weight_update.errors import UpdateTimeout, WeightUpdateError, first_of
 from weight_update.options import (
-    DIRECTORY_VARIABLE,
     Backend,
     DeviceLike,
     DTypeLike,
-    HttpOptions,
     LoadFormat,
     NameMap,
     OnFailure,
@@ -31,13 +30,8 @@ from weight_update.options import (
     WhenBusy,
     check_choice,
     check_flag,
-    read_bucket_bytes,
-    read_text,
 )
-from weight_update.synchronizers.leading import leads
-from weight_update.transports.address import read_master_address
 from weight_update.waiting import Deadline, spawn
-from weight_update.weights.name_map import check_name_map
 
 _log = logging.getLogger("weight_update")
 
@@ -82,7 +76,7 @@ class ServerOptions(TypedDict, total=False):
     when_busy: WhenBusy
 
 
-def read_options(given: ServerOptions, **more: Any) -> UpdateOptions:
+def options_of(given: ServerOptions, **more: Any) -> UpdateOptions:
     """Options from keywords, and from the environment for those that are not given.
 
     Args:
@@ -94,7 +88,7 @@ def read_options(given: ServerOptions, **more: Any) -> UpdateOptions:
         TypeError: One is unknown.
 
     Example:
-        >>> read_options({"timeout": 5.0}, pause_mode="abort").pause_mode
+        >>> options_of({"timeout": 5.0}, pause_mode="abort").pause_mode
         'abort'
     """
     unknown = set(given) - set(ServerOptions.__annotations__)
@@ -103,21 +97,7 @@ def read_options(given: ServerOptions, **more: Any) -> UpdateOptions:
             f"unexpected keyword argument(s): {', '.join(sorted(unknown))}; besides its own, a "
             f"generation takes {', '.join(sorted(ServerOptions.__annotations__))}"
         )
-    rest: dict[str, Any] = dict(given)
-    check_name_map(rest.get("name_map"))
-    http = HttpOptions.read(
-        rest.pop("api_key", None),
-        rest.pop("admin_api_key", None),
-        tls_verify=rest.pop("tls_verify", True),
-        ca_file=rest.pop("ca_file", None),
-        use_proxies=rest.pop("use_proxies", False),
-    )
-    rest["master_address"] = read_master_address(rest.get("master_address"))
-    if rest.get("bucket_bytes") is None:
-        rest["bucket_bytes"] = read_bucket_bytes()
-    if rest.get("directory") is None:
-        rest["directory"] = read_text(DIRECTORY_VARIABLE)
-    return UpdateOptions(http=http, **rest, **more)
+    return read_options({**given, **more})
 
 
 # An answer is waited for by the call itself; this is for a thread that is late to say so.
@@ -352,18 +332,8 @@ def on_all(engines: Sequence[T], call: Callable[[T, Deadline], R], deadline: Dea
     wait(calls, timeout=deadline.remaining() + _LATE_SECONDS)
     errors = [error for error in map(_error_of, calls) if error is not None]
     if errors:
-        raise _first_of(errors)
+        raise first_of(errors)
     return [one.result() for one in calls]
-
-
-def _first_of(errors: Sequence[BaseException]) -> BaseException:
-    """The first error, which also names the engines that others of its kind came from."""
-    first, *others = errors
-    for other in others:
-        first.add_note(f"and {other}")
-        if isinstance(first, WeightUpdateError) and isinstance(other, type(first)):
-            first.engines += other.engines
-    return first
 
 
 def _error_of(call: Future[Any]) -> BaseException | None:

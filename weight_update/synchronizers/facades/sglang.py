@@ -25,7 +25,7 @@ from weight_update.synchronizers.facades.served import (
     Part,
     ServedGeneration,
     ServerOptions,
-    read_options,
+    options_of,
 )
 from weight_update.synchronizers.quantization import check_scheme
 from weight_update.waiting import Deadline
@@ -97,8 +97,8 @@ class SGLangGeneration(ServedGeneration["SGLangServed"]):
         check_choice("kv_policy", kv_policy, KvPolicy)
         if pause_generation_mode is not None:
             check_choice("pause_generation_mode", pause_generation_mode, PauseMode)
-        given = read_options(
-            options,
+        given = options_of(
+            {"directory": None, **options},
             pause_mode=pause_generation_mode,
             flush_cache_on_update=False if kv_policy == "keep" else None,
             stale_cache="refuse" if kv_policy == "flush" else "warn",

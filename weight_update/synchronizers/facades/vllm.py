@@ -26,7 +26,7 @@ from weight_update.synchronizers.facades.served import (
     Part,
     ServedGeneration,
     ServerOptions,
-    read_options,
+    options_of,
 )
 from weight_update.waiting import Deadline
 
@@ -86,7 +86,7 @@ class VLLMGeneration(ServedGeneration["VLLMServed"]):
         self._clients: dict[str, VLLMClient] = {}
         super().__init__(
             parse_server_urls(urls),
-            read_options(options, pause_mode=pause_generation_mode),
+            options_of(options, pause_mode=pause_generation_mode, reads_variables=False),
             lambda url: VLLMServed(self._open_client(url), sleep_level, self._outcome),
             needs_offload=needs_offload,
         )
