@@ -210,5 +210,6 @@ def kind_of_error(name: str) -> type[WeightUpdateError]:
         (<class '...UpdateTimeout'>, <class '...MissingSetting'>)
     """
     kind = globals().get(name)
-    known = isinstance(kind, type) and issubclass(kind, WeightUpdateError)
-    return kind if known else WeightUpdateError
+    if isinstance(kind, type) and issubclass(kind, WeightUpdateError):
+        return kind
+    return WeightUpdateError

@@ -14,11 +14,13 @@ class Sighting:
         label: Its version label; None when it shows none.
         ready: Whether it generates; False while it is paused, None when it does not say.
         instance: Something that every start of the server makes anew; None when it shows none.
+        ungrouped: Another trainer has updated it since, and it is in that one's group alone.
     """
 
     label: str | None = None
     ready: bool | None = None
     instance: str | None = None
+    ungrouped: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,7 +108,11 @@ def spawn(call: Callable[..., T], *args: object) -> Future[T]:
 
     Executors join their threads when the interpreter exits, so one stuck request would keep a
     finished trainer alive; a daemon thread cannot. It runs in a copy of the caller's context.
+
+    Raises:
+        RuntimeError: The interpreter is being torn down.
     """
+    _refuse_after_the_end()
     future: Future[T] = Future()
     run = copy_context().run
     threading.Thread(target=run, args=(_settle, future, call, args), daemon=True).start()
@@ -120,6 +125,7 @@ def hand_over(call: Callable[..., T], *args: object) -> Future[T]:
     To wake a thread takes a fifth of what a new one takes. Only for calls that leave nothing behind
     in their thread: none of the caller's own code, which may set a device or a mode of torch.
     """
+    _refuse_after_the_end()
     future: Future[T] = Future()
     _idle.put(partial(copy_context().run, _settle, future, call, args))
     return future
@@ -166,6 +172,12 @@ class _IdleThreads:
 
 _idle = _IdleThreads()
 os.register_at_fork(after_in_child=_idle.forget)
+
+
+def _refuse_after_the_end() -> None:
+    # No thread of Python's runs any more then, and who starts one waits for it for ever.
+    if sys.is_finalizing():
+        raise RuntimeError("the interpreter is being torn down")
 
 
 def _settle(future: Future[T], call: Callable[..., T], args: tuple[object, ...]) -> None:

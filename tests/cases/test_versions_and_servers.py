@@ -27,22 +27,12 @@ from .trial import MIXED, NEW, OLD, UNREACHABLE, Trial, once
 # ---- C07
 
 
-class Collector:
-    """Counts as TorchRL's collectors do, from wherever it stands."""
-
-    def __init__(self, version: int = 0) -> None:
-        self.version = version
-
-    def increment_version(self) -> None:
-        self.version += 1
-
-
 @pytest.mark.parametrize("path", [PAUSE, BEGIN, UPDATE, END, FLUSH, STAMP])
 def test_c07_a_failed_update_counts_nowhere_whatever_step_it_failed_in(
     path: str, engine: ReferenceEngine
 ) -> None:
     trial = Trial([engine])
-    collectors = [Collector(), Collector(40)]
+    collectors = [kit.Collector(), kit.Collector(40)]
     for collector in collectors:
         trial.sender.register_collector(collector)
     start = trial.version
@@ -70,7 +60,7 @@ def test_c07_a_collector_that_raises_is_reported_and_stops_no_other(
         def increment_version(self) -> None:
             raise KeyError("version")
 
-    first, last = Collector(), Collector()
+    first, last = kit.Collector(), kit.Collector()
     with kit.make_sender(engine) as sender:
         for collector in (first, Broken(), last):
             sender.register_collector(collector)

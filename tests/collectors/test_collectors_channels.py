@@ -78,8 +78,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one(pair: Pair) -> None:
     workers, ends = pair
     quick, slow = ends.all
     count_at(quick, lambda _: [])
-    (late,) = workers.count(1, 0.05)
-    assert late == "worker 1 of Collector did not count version 1 within 0 s"
+    assert "worker 1 of Collector did not count version 1 within 0 s" in workers.count(1, 0.05)
     counted: list[int] = []
 
     def count(version: int) -> list[str]:

@@ -246,7 +246,7 @@ def test_a_collector_that_cannot_count_is_warned_of_and_others_count(desk: Desk)
 def test_a_collector_that_hangs_keeps_no_other_from_counting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weight_update.collectors.counting._COUNT_SECONDS", 0.5)
+    monkeypatch.setattr("weight_update.collectors.counting._COUNT_SECONDS", 2.0)
     let_go = threading.Event()
     tracker = PolicyVersion("int")
     stuck = Sharing(None)

@@ -162,6 +162,13 @@ def test_no_frame_of_new_weights_carries_an_older_number(run: Run, engine: Refer
             assert (batch["next", "policy_version"].flatten() >= made_by).all()
 
 
+def are_gone(processes: Any) -> bool:
+    """Whether processes end; torchrl 0.13.3 tells a slow one to and does not wait for it."""
+    for process in processes:
+        process.join(60)
+    return not any(process.is_alive() for process in processes)
+
+
 def shut_down(collector: Any) -> None:
     """Shut down a collector that has a dead worker, at which torchrl 0.13.3 stops with an error."""
     try:
@@ -197,7 +204,7 @@ def test_death_and_afterlife(engine: ReferenceEngine) -> None:
     first.update_policy_weights_()
     assert int(first.policy_version) == 1
     shut_down(first)
-    assert set(multiprocessing.active_children()) <= others
+    assert are_gone(set(multiprocessing.active_children()) - others)
     assert log.count(engine, LEAVE) == 1
     assert not scheme.initialized_on_sender
 
@@ -207,5 +214,5 @@ def test_death_and_afterlife(engine: ReferenceEngine) -> None:
     with pytest.raises(RuntimeError, match="drives MultiSyncCollector already"):
         scheme.connect()
     second.shutdown()
-    assert set(multiprocessing.active_children()) <= others
+    assert are_gone(set(multiprocessing.active_children()) - others)
     assert log.count(engine, INIT) == log.count(engine, LEAVE) == 2

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torchrl.collectors import Collector
+from torchrl.modules.llm import SGLangWrapper
+from torchrl.weight_update import WeightSyncScheme
 
 PACKAGE = Path(__file__).parents[2] / "weight_update"
 
@@ -73,8 +77,29 @@ def private_imports(path: Path) -> Iterator[str]:
         home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for name in (home + name for name in names):
             top, *parts = name.split(".")
-            if top == "torch" and any(part.startswith("_") for part in parts):
+            if top in ("torch", "torchrl") and any(part.startswith("_") for part in parts):
                 yield name
+
+
+def accessed(path: Path) -> set[str]:
+    """Names after a dot, those of functions, and texts, which may be asked for by ``getattr``."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return functions | texts | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def test_private_names_of_torchrl_have_one_home():
+    """Its table has all of them, each with its reason."""
+    home = PACKAGE / "collectors" / "torchrl_adapter.py"
+    listed = set(re.findall(r"\b_(?!_)\w+", ast.get_docstring(ast.parse(home.read_text()))))
+    used = accessed(home)
+    theirs = set(dir(WeightSyncScheme)) | set(dir(Collector)) | set(dir(SGLangWrapper))
+    private = {name for name in theirs if re.match("_[a-zA-Z]", name)}
+
+    assert used & private <= listed
+    for path in FILES:
+        assert path == home or not accessed(path) & listed, path
 
 
 def test_private_names_of_torch_have_one_home():

@@ -112,6 +112,17 @@ def push(engines: Sequence[ReferenceEngine] | ReferenceEngine, model: Any) -> No
         sender.update_weights(model)
 
 
+class Collector:
+    """Counts as TorchRL's collectors do, from wherever it stands."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+
+    def increment_version(self) -> None:
+        """Count an update."""
+        self.version += 1
+
+
 @contextmanager
 def timeout_of(sender: SGLangWeightSender, seconds: float) -> Iterator[None]:
     """Give a sender another deadline, so that only the update under test has a short one."""

@@ -7,46 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvBase
 
+from tests.collectors.worlds import Idle, client
 from weight_update import ConfigurationError, EngineRejected, SGLangWeightSyncScheme
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 from . import kit
 from .kit import INIT, LEAVE, PAUSE, UPDATE
-
-
-class Idle(EnvBase):
-    """An environment in which nothing happens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.observation_spec = Composite(observation=Unbounded(1))
-        self.action_spec = Unbounded(1)
-        self.reward_spec = Unbounded(1)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
-        return TensorDict({"observation": torch.zeros(1)})
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        done = torch.zeros(1, dtype=torch.bool)
-        out = {"observation": torch.zeros(1), "reward": torch.zeros(1), "done": done}
-        return TensorDict(out)
-
-    def _set_seed(self, seed: int | None) -> None:
-        pass
-
-
-def client() -> TensorDictModule:
-    """A policy without parameters, as a client of an inference engine is."""
-    return TensorDictModule(lambda seen: seen + 1, in_keys=["observation"], out_keys=["action"])
-
 
 Make = Callable[..., Any]
 

@@ -15,6 +15,12 @@ from . import kit
 from .kit import CONTINUE, UPDATE
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine writes late: tests read what was logged once it is."""
+    monkeypatch.setattr("weight_update.schemes.loggers._PATIENCE_SECONDS", 60.0)
+
+
 def series(folder: Path, name: str) -> list[tuple[int, float]]:
     rows = (folder / "run" / "scalars" / "weight_update" / f"{name}.csv").read_text().split()
     return [(int(step), float(value)) for step, value in (row.split(",") for row in rows)]

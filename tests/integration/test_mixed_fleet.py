@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torchrl.collectors import Collector
 
+from tests.collectors.worlds import Idle, client
 from tests.vllm_fake import FakeVLLM
 from weight_update import (
     EngineState,
@@ -23,7 +24,6 @@ from weight_update.schemes.fleet import FleetWeightSyncScheme
 
 from . import kit
 from .mixed import Server, fleet_of, is_paused, label, llama, serves
-from .test_collector import Idle, client
 
 OLD, NEW = EngineState.OLD, EngineState.NEW
 
@@ -73,20 +73,10 @@ def asked(server: Server, path: str) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["path"] == path]
 
 
-class Counting:
-    """A collector that counts updates."""
-
-    def __init__(self) -> None:
-        self.version = 0
-
-    def increment_version(self) -> None:
-        self.version += 1
-
-
 def test_every_server_generates_with_the_new_weights_under_one_version(
     servers: list[Server],
 ) -> None:
-    collector, trained = Counting(), llama(1)
+    collector, trained = kit.Collector(), llama(1)
     with sender_to(servers) as sender:
         sender.register_model(trained)
         sender.register_collector(collector)

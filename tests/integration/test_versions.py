@@ -16,15 +16,15 @@ from . import kit
 from .kit import CONTINUE, STAMP, UPDATE
 
 
-class Collector:
-    """Counts as TorchRL's collectors do, and remembers when."""
+class Timed(kit.Collector):
+    """Remembers when it counted."""
 
     def __init__(self) -> None:
-        self.version = 0
+        super().__init__()
         self.times: list[float] = []
 
     def increment_version(self) -> None:
-        self.version += 1
+        super().increment_version()
         self.times.append(time.time())
 
 
@@ -63,7 +63,7 @@ def test_collectors_count_only_updates_that_reached_every_engine(
     """C07: three updates, the second fails: both collectors see 1, 1, 2."""
     for engine in three:
         kit.relabel(engine, "default")
-    first, second = Collector(), Collector()
+    first, second = kit.Collector(), kit.Collector()
     seen = []
     with kit.make_sender(three) as sender:
         sender.register_model(kit.llama(1))
@@ -97,7 +97,7 @@ def test_collectors_move_by_their_own_steps_from_wherever_they_were(
 
 def test_collectors_count_before_any_engine_continues(three: list[ReferenceEngine]) -> None:
     """No sample of the new weights carries the old number."""
-    collector = Collector()
+    collector = Timed()
     log = kit.Log(*three)
     with kit.make_sender(three) as sender:
         sender.register_collector(collector)
@@ -112,7 +112,7 @@ def test_a_collector_that_raises_does_not_stop_another_and_is_reported(
     engine: ReferenceEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """C07: the engine has the weights, so the update stands."""
-    collector = Collector()
+    collector = kit.Collector()
     with kit.make_sender(engine) as sender, caplog.at_level(logging.WARNING, "weight_update"):
         sender.register_collector(Broken())
         sender.register_collector(collector)
@@ -126,7 +126,7 @@ def test_a_collector_that_raises_does_not_stop_another_and_is_reported(
 
 
 def test_a_collector_registered_twice_counts_once(engine: ReferenceEngine) -> None:
-    collector = Collector()
+    collector = kit.Collector()
     with kit.make_sender(engine) as sender:
         sender.register_collector(collector)
         sender.register_collector(collector)
@@ -144,7 +144,7 @@ def test_a_version_is_not_counted_twice_when_only_the_resume_failed(
     engine: ReferenceEngine,
 ) -> None:
     """Every engine has everything, so it counts, once."""
-    collector = Collector()
+    collector = kit.Collector()
     engine.inject(Fault(CONTINUE, "refuse", times=1))
     with kit.make_sender(engine) as sender:
         sender.register_collector(collector)

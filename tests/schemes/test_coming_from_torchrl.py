@@ -16,8 +16,8 @@ import torchrl.weight_update.llm as theirs
 from torchrl.weight_update import WeightSyncScheme, weight_sync_schemes
 
 import weight_update
+from tests.collectors.worlds import Idle, client
 from tests.integration import kit
-from tests.integration.test_collector import Idle, client
 from weight_update import SGLangWeightSyncScheme, VLLMWeightSyncScheme
 from weight_update.collectors.torchrl_adapter import register_backend
 from weight_update.reference_engine import ReferenceEngine
@@ -76,15 +76,6 @@ def test_a_class_has_the_same_methods_with_the_same_arguments(name: str) -> None
 # -- the page -------------------------------------------------------------------------------
 
 
-class Collector:
-    """A collector as far as a sender sees it."""
-
-    version = 0
-
-    def increment_version(self) -> None:
-        self.version += 1
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ReferenceEngine]:
     with ReferenceEngine(kit.llama(0)) as started:
@@ -92,7 +83,7 @@ def engine() -> Iterator[ReferenceEngine]:
 
 
 def test_every_block_of_the_page_runs(engine: ReferenceEngine) -> None:
-    collectors = [Collector(), Collector()]
+    collectors = [kit.Collector(), kit.Collector()]
     names: dict[str, Any] = {
         "policy_training": SimpleNamespace(model=kit.llama(1)),
         "collectors": collectors,

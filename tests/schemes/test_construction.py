@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integration import kit
 from weight_update import (
     SGLangCollectiveTransport,
     SGLangWeightSender,
@@ -419,7 +420,7 @@ def test_a_sender_crosses_processes_without_model_collectors_or_connection(rebui
     model = nn.Linear(1, 1)
     sender = configured().create_sender()
     sender.register_model(model)
-    sender.register_collector(Collector())
+    sender.register_collector(kit.Collector())
     assert sender.engines
 
     twin = rebuild(sender)
@@ -475,14 +476,6 @@ def test_no_warning_is_given_by_ordinary_use() -> None:
 # -- models and collectors -----------------------------------------------------------------
 
 
-class Collector:
-    def __init__(self) -> None:
-        self.versions = 0
-
-    def increment_version(self) -> None:
-        self.versions += 1
-
-
 def test_a_model_is_held_weakly() -> None:
     model = nn.Linear(1, 1)
     sender = scheme().create_sender()
@@ -527,17 +520,17 @@ def test_a_model_on_the_meta_device_is_refused_before_any_engine_is_asked() -> N
 
 
 def test_a_collector_that_is_registered_twice_counts_once() -> None:
-    sender, collector = scheme().create_sender(), Collector()
+    sender, collector = scheme().create_sender(), kit.Collector()
     sender.register_collector(collector)
     sender.register_collector(collector)
 
     sender._counters.count(1)
 
-    assert collector.versions == 1
+    assert collector.version == 1
 
 
 def test_equal_collectors_are_still_two() -> None:
-    class Equal(Collector):
+    class Equal(kit.Collector):
         def __eq__(self, other: object) -> bool:
             return True
 
@@ -549,7 +542,7 @@ def test_equal_collectors_are_still_two() -> None:
 
     sender._counters.count(1)
 
-    assert [collector.versions for collector in collectors] == [1, 1]
+    assert [collector.version for collector in collectors] == [1, 1]
 
 
 def test_a_collector_that_fails_to_count_does_not_stop_the_next_and_is_told() -> None:
@@ -557,13 +550,13 @@ def test_a_collector_that_fails_to_count_does_not_stop_the_next_and_is_told() ->
         def increment_version(self) -> None:
             raise OSError("disk full")
 
-    sender, good = scheme().create_sender(), Collector()
+    sender, good = scheme().create_sender(), kit.Collector()
     sender.register_collector(Broken())
     sender.register_collector(good)
 
     (warning,) = sender._counters.count(4)
 
-    assert good.versions == 1
+    assert good.version == 1
     for words in ("Broken", "version 4", "OSError", "disk full"):
         assert words in warning
 
@@ -628,7 +621,7 @@ def test_weights_that_differ_from_the_metadata_are_refused_before_any_engine_is_
 
 
 def test_an_engine_that_is_not_there_is_named_and_nothing_counts() -> None:
-    sender, collector = scheme(device="cpu").create_sender(), Collector()
+    sender, collector = scheme(device="cpu").create_sender(), kit.Collector()
     sender.register_collector(collector)
 
     with pytest.raises(EngineUnreachable) as caught:
@@ -636,7 +629,7 @@ def test_an_engine_that_is_not_there_is_named_and_nothing_counts() -> None:
 
     assert caught.value.engine == URL
     assert list(caught.value.report.engines) == [URL]
-    assert (sender.version, collector.versions) == (0, 0)
+    assert (sender.version, collector.version) == (0, 0)
 
 
 def test_a_flush_of_an_engine_that_is_not_there_is_false_and_the_log_says_why(caplog: Any) -> None:

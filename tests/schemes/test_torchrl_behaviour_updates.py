@@ -66,14 +66,6 @@ def transport(engine: ReferenceEngine) -> Iterator[SGLangCollectiveTransport]:
     made.shutdown()
 
 
-class Counting:
-    def __init__(self) -> None:
-        self.versions = 0
-
-    def increment_version(self) -> None:
-        self.versions += 1
-
-
 # -- the group -----------------------------------------------------------------------------
 
 
@@ -371,7 +363,7 @@ def test_collectors_count_successes_alone_and_one_that_cannot_is_only_warned_of(
         def increment_version(self) -> None:
             raise RuntimeError("worker is gone")
 
-    collector = Counting()
+    collector = kit.Collector()
     sender.register_collector(Gone())
     sender.register_collector(collector)
     with caplog.at_level(logging.WARNING):
@@ -379,7 +371,7 @@ def test_collectors_count_successes_alone_and_one_that_cannot_is_only_warned_of(
         engine.inject(Fault(UPDATE, "refuse", times=1))
         with pytest.raises(RuntimeError):
             sender.update_weights()
-    assert collector.versions == 1
+    assert collector.version == 1
     assert "worker is gone" in caplog.text
 
 
@@ -398,7 +390,7 @@ def test_hooks_hear_of_successes_alone_and_after_the_server_goes_on(
 
 def test_shutdown_ends_the_group_and_forgets_who_counted(engine: ReferenceEngine) -> None:
     """Ours: on the server's side too, so that it may join another one."""
-    log, collector, hooks = kit.Log(engine), Counting(), []
+    log, collector, hooks = kit.Log(engine), kit.Collector(), []
     sender = kit.make_sender(engine)
     sender.register_collector(collector)
     sender.register_post_hook(lambda: hooks.append(1))
@@ -408,4 +400,4 @@ def test_shutdown_ends_the_group_and_forgets_who_counted(engine: ReferenceEngine
     assert log.count(engine, LEAVE) == 1
     sender.update_weights(kit.llama(1))
     sender.shutdown()
-    assert (collector.versions, len(hooks)) == (1, 1)
+    assert (collector.version, len(hooks)) == (1, 1)

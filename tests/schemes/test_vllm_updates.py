@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integration import kit
 from tests.vllm_fake import FakeVLLM, checkpoint, signature
 from weight_update import (
     EngineState,
@@ -43,16 +44,6 @@ def sender(servers: list[FakeVLLM]) -> Iterator[VLLMWeightSender]:
         yield made
 
 
-class Counting:
-    """A collector that counts updates."""
-
-    def __init__(self) -> None:
-        self.version = 0
-
-    def increment_version(self) -> None:
-        self.version += 1
-
-
 def model(seed: int) -> nn.Module:
     """A module with the weights of a checkpoint under their names."""
     root = nn.Module()
@@ -70,7 +61,7 @@ def model(seed: int) -> nn.Module:
 def test_every_server_generates_with_the_new_weights_and_one_number_more(
     servers: list[FakeVLLM], sender: VLLMWeightSender
 ) -> None:
-    trained, collector = model(1), Counting()
+    trained, collector = model(1), kit.Collector()
     sender.register_model(trained)
     sender.register_collector(collector)
     before = sender.version
@@ -175,7 +166,7 @@ def test_a_wrong_number_of_ranks_is_refused_before_a_group_is_made(
 
 
 def test_the_pattern_of_torchrls_trainers_works_word_for_word(servers: list[FakeVLLM]) -> None:
-    trained, collector = model(1), Counting()
+    trained, collector = model(1), kit.Collector()
     scheme = VLLMWeightSyncScheme(
         [s.url for s in servers], None, None, 2, strategy="state_dict", device="cpu"
     )

@@ -16,6 +16,7 @@ from weight_update.synchronizers import (
     NoSurvivingShards,
     SGLangColocatedWeightSynchronizer,
     SGLangDisaggregatedWeightSynchronizer,
+    carriers,
 )
 from weight_update.weights.stream import Stream
 
@@ -188,23 +189,29 @@ def test_a_group_is_made_where_the_model_is():
     assert met == [torch.device("cpu")]
 
 
-@pytest.mark.parametrize(("rank", "joined"), [(0, ["E.inspect", "E.join"]), (1, [])])
+@pytest.mark.parametrize(("speaks", "joined"), [(True, ["E.inspect", "E.join"]), (False, [])])
 def test_of_the_ranks_that_hold_a_model_one_makes_the_group(
-    rank: int, joined: list[str], monkeypatch: pytest.MonkeyPatch
+    speaks: bool, joined: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ranks, "open_channel", lambda: SimpleNamespace(rank=rank, ranks=2))
-    monkeypatch.setattr(ranks, "readers_of", lambda source, count: set(range(count)))
+    monkeypatch.setattr(carriers, "leads", lambda source: speaks)
     sync, journal = made("vllm apart")
     sync.init_communicator()
     assert [call for call in journal.take() if call.startswith("E.")] == joined
 
 
 @pytest.mark.parametrize(
-    ("trainer_ranks", "speak"), [("one", [True, True]), ("node", [True, False])]
+    ("trainer_ranks", "readers", "speak"),
+    [
+        ("one", set(), [True, True]),
+        ("one", {0, 1}, [True, False]),
+        ("one", {1}, [False, True]),
+        ("node", set(), [True, False]),
+    ],
 )
-def test_of_ranks_that_take_part_with_whole_models_one_speaks(
-    trainer_ranks: Any, speak: list[bool], monkeypatch: pytest.MonkeyPatch
+def test_of_ranks_that_take_part_one_speaks(
+    trainer_ranks: Any, readers: set[int], speak: list[bool], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(ranks, "readers_of", lambda source, count: readers)
     told = []
     for number in range(2):
         channel = SimpleNamespace(rank=number, ranks=2)

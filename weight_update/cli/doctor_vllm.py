@@ -28,11 +28,15 @@ def capabilities_of_vllm(server: ServerFacts) -> VLLMCapabilities | None:
     """What its release can do; None when that is not enough, or not known."""
     if not server.routes.get(PAUSE_ROUTE):
         return None
-    routes = {route: bool(server.routes.get(route)) for route in PROBED_ROUTES}
     try:
-        return read_capabilities(_release(server), routes, url=server.url)
+        return _capabilities(server)
     except ConfigurationError:
         return None
+
+
+def _capabilities(server: ServerFacts) -> VLLMCapabilities:
+    routes = {route: bool(server.routes.get(route)) for route in PROBED_ROUTES}
+    return read_capabilities(_release(server), routes, url=server.url)
 
 
 def vllm_findings(
@@ -72,9 +76,8 @@ def _stopped(server: ServerFacts) -> Iterator[Finding]:
 
 def _start_findings(server: ServerFacts) -> Iterator[Finding]:
     """Release and start arguments that no update can work with."""
-    routes = {route: bool(server.routes.get(route)) for route in PROBED_ROUTES}
     try:
-        can = read_capabilities(_release(server), routes, url=server.url)
+        can = _capabilities(server)
     except ConfigurationError as error:
         yield _problem(server, error.message, error.remedy)
         return

@@ -105,22 +105,11 @@ class Actors:
         Returns:
             What went wrong, now or with a version that was told before, in words.
         """
-        import ray
-
         with self._one_at_a_time:
             living = [(i, h) for i, h in enumerate(self._handles()) if h not in self._dead]
             self._busy |= {self._call(handle, version): (i, handle) for i, handle in living}
-            done, _ = (
-                ray.wait(
-                    list(self._busy),
-                    num_returns=len(self._busy),
-                    timeout=min(seconds, _BUSY_SECONDS),
-                    fetch_local=False,
-                )
-                if self._busy
-                else ([], [])
-            )
-            outcomes = [(*self._busy.pop(ref), _outcome(ref)) for ref in done]
+            answered = _answered(list(self._busy), min(seconds, _BUSY_SECONDS))
+            outcomes = [(*self._busy.pop(ref), _outcome(ref)) for ref in answered]
             self._dead += [handle for _, handle, words in outcomes if words == _DEAD]
         return [f"actor {i} of {self._owner} {w}" for i, _, words in outcomes for w in words]
 
@@ -207,6 +196,16 @@ def _unreachable(name: str, why: str) -> ConfigurationError:
 def _new_key() -> str:
     # Two senders may plant into one worker: each has a receiver of its own.
     return f"weight_update counts {next(_planted)}"
+
+
+def _answered(references: list[Any], seconds: float) -> list[Any]:
+    """Those of Ray's references that have an answer, by then at the latest."""
+    import ray
+
+    if not references:
+        return []
+    done, _ = ray.wait(references, num_returns=len(references), timeout=seconds, fetch_local=False)
+    return list(done)
 
 
 def _outcome(reference: Any) -> list[str]:

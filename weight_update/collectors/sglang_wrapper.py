@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
@@ -14,6 +14,7 @@ from torchrl.modules.llm import SGLangWrapper as _SGLangWrapper
 
 from weight_update.collectors.torchrl_adapter import AnswersHook
 from weight_update.errors import ConfigurationError
+from weight_update.options import check_choice
 from weight_update.rollouts import Versions, is_aborted, retry_aborted, versions_of
 from weight_update.waiting import spawn
 
@@ -99,8 +100,7 @@ class SGLangWrapper(AnswersHook, _SGLangWrapper):  # type: ignore[misc]
     def __init__(
         self, model: Any, *, on_abort: OnAbort = "retry", attempts: int = 8, **options: Any
     ) -> None:
-        if on_abort not in get_args(OnAbort):
-            raise ConfigurationError(f"on_abort={on_abort!r} is none of {get_args(OnAbort)}")
+        check_choice("on_abort", on_abort, OnAbort)
         engine = model.engine if isinstance(model, _Client) else model
         engine = AsyncSGLang.connect(engine) if isinstance(engine, str) else engine
         super().__init__(engine, **options)

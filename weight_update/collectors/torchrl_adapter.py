@@ -20,6 +20,7 @@ All are alike in 0.13.3 and 0.14.1, but for ``_WEIGHT_SYNC_SCHEMES``, which 0.13
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -348,13 +349,19 @@ def _ending(kind: Any) -> Any:
         try:
             return kind.shutdown(self, *args, **kwargs)
         finally:
-            schemes = getattr(self, "_weight_sync_schemes", None) or {}
-            ours = [s for s in schemes.values() if isinstance(s, CollectorScheme)]
-            # Threads, since the garbage collector may call this amid an update of theirs.
-            wait([spawn(s.shutdown) for s in ours if s.context in (self, None)], _END_SECONDS)
+            _end_schemes_of(self)
 
     body = {"shutdown": shutdown, "__module__": kind.__module__, "ends_its_schemes": True}
     return type(kind)(kind.__name__, (kind,), body)
+
+
+def _end_schemes_of(collector: Any) -> None:
+    schemes = getattr(collector, "_weight_sync_schemes", None) or {}
+    ours = [s for s in schemes.values() if isinstance(s, CollectorScheme)]
+    # A collector that outlives the program is dropped by an interpreter that starts no threads.
+    ending = [] if sys.is_finalizing() else [s for s in ours if s.context in (collector, None)]
+    # Threads, since the garbage collector may call this amid an update of theirs.
+    wait([spawn(s.shutdown) for s in ending], _END_SECONDS)
 
 
 def _counts_versions(collector: Any, model_id: str) -> bool:

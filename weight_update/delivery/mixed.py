@@ -18,10 +18,10 @@ from weight_update.delivery.ranks import Ranks
 from weight_update.delivery.sections import EngineKind, FleetOptions, Section
 from weight_update.delivery.sglang import SGLangDeployment
 from weight_update.delivery.vllm import VLLMDeployment
-from weight_update.engines.sglang.client import SGLangClient
-from weight_update.engines.vllm.client import VLLMClient
-from weight_update.errors import ConfigurationError, WeightUpdateError
-from weight_update.options import HttpOptions, LoadFormat, PauseMode, UpdateOptions
+from weight_update.engines.probing import Service
+from weight_update.engines.recognition import recognise
+from weight_update.errors import ConfigurationError, EngineUnreachable, WeightUpdateError
+from weight_update.options import LoadFormat, PauseMode, UpdateOptions
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import UpdateGroup
 from weight_update.transports.several_groups import Seat, SeveralGroups
@@ -32,6 +32,9 @@ from weight_update.waiting import Deadline
 
 # An engine that is to be added is asked what it is.
 _ASK_SECONDS = 5.0
+_CHECK_URL = "check that the server runs and that its address is right"
+# A router's workers are found by updates of SGLang.
+_KINDS: dict[Service, EngineKind] = {"sglang": "sglang", "router": "sglang", "vllm": "vllm"}
 
 
 class Housing(Protocol):
@@ -106,9 +109,15 @@ class MixedDeployment(WholeModel):
     def _recognise(self, url: str) -> int:
         """The number of the section that a server belongs to, by what it says it is."""
         deadline = Deadline(min(_ASK_SECONDS, self._options.timeout))
+        why = ""
         for number, section in enumerate(self._options.sections):
-            if _ANSWERS[section.kind](url, section.options.http, deadline):
+            found = recognise(url, section.options.http, deadline.remaining())
+            if found.service is None:
+                why = why or found.why
+            elif _KINDS.get(found.service) == section.kind:
                 return number
+        if why:
+            raise EngineUnreachable(why, engine=url, phase="connect", remedy=_CHECK_URL)
         kinds = ", ".join(dict.fromkeys(section.kind for section in self._options.sections))
         raise ConfigurationError(
             f"what answers here is none of the kinds that the fleet has ({kinds})",
@@ -240,25 +249,3 @@ def _check_number(section: Section, urls: Sequence[str], ranks: int) -> None:
             phase="connect",
             remedy="leave num_gpus=None to ask the servers",
         )
-
-
-def _is_sglang(url: str, options: HttpOptions, deadline: Deadline) -> bool:
-    client = SGLangClient(url, options)
-    try:
-        return bool(client.model_info(deadline, "connect"))
-    finally:
-        client.close()
-
-
-def _is_vllm(url: str, options: HttpOptions, deadline: Deadline) -> bool:
-    client = VLLMClient(url, options)
-    try:
-        return client.release(deadline) is not None
-    finally:
-        client.close()
-
-
-_ANSWERS: dict[EngineKind, Callable[[str, HttpOptions, Deadline], bool]] = {
-    "sglang": _is_sglang,
-    "vllm": _is_vllm,
-}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from weight_update.errors import ConfigurationError
-from weight_update.options import PauseMode, UpdateOptions
+from weight_update.options import HttpOptions, PauseMode, UpdateOptions
 
 EngineKind = Literal["sglang", "vllm"]
 
@@ -18,6 +18,9 @@ OWN = frozenset(
     }
 )
 """Options that may differ from one kind of engine to another; one update has one of each other."""
+_OWN_ARGUMENTS = ", ".join(
+    (*sorted(OWN - {"http", "reads_variables"}), *(f.name for f in fields(HttpOptions)))
+)
 # What becomes of requests that run, the hardest first.
 _HARDEST: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 
@@ -107,23 +110,19 @@ def _agree(name: str, sections: Sequence[Section]) -> None:
     )
     raise ConfigurationError(
         f"{told}: all servers of a fleet take part in the same updates",
-        remedy=f"give every scheme the same {name}=; what may differ: {_ARGUMENTS}",
+        remedy=f"give every scheme the same {name}=; what may differ: {_OWN_ARGUMENTS}",
     )
-
-
-_HTTP_ARGUMENTS = ("api_key", "admin_api_key", "tls_verify", "ca_file", "use_proxies")
-_ARGUMENTS = ", ".join((*sorted(OWN - {"http", "reads_variables"}), *_HTTP_ARGUMENTS))
 
 
 def _refuse_what_one_kind_cannot(shared: UpdateOptions) -> None:
     """Raises for what carries weights to one kind of engine, and not to all."""
-    refusals: dict[str, Callable[[], bool]] = {
-        f"transport={shared.transport!r}": lambda: shared.transport not in ("auto", "broadcast"),
-        "trainer_ranks='node'": lambda: shared.trainer_ranks == "node",
-        "lora='adapter'": lambda: shared.lora == "adapter",
+    refusals = {
+        f"transport={shared.transport!r}": shared.transport not in ("auto", "broadcast"),
+        "trainer_ranks='node'": shared.trainer_ranks == "node",
+        "lora='adapter'": shared.lora == "adapter",
     }
     for what, refused in refusals.items():
-        if refused():
+        if refused:
             raise ConfigurationError(
                 f"{what} does not go with a fleet, whose servers get whole weights by a broadcast",
                 remedy="leave it out, or give each kind of server a sender of its own",

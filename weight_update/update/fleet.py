@@ -105,8 +105,8 @@ class Member:
         known: It is an engine, and not a router in front of some.
         met: It was inspected since it last started.
         instance: Which start of the server was seen last.
-        incarnation: How often it was seen to have started anew; a group of an earlier one is
-            of no use.
+        incarnation: How often it was seen to have left a group, by a new start or for another
+            trainer's; a group of an earlier one is of no use.
         left_out: It failed, and a quorum went on without it.
         found_paused: It was paused, and not by this trainer: whoever did it may have left it
             half updated, so only a full push resumes it.

@@ -200,6 +200,8 @@ def _take_note(member: Member, seen: Sighting) -> None:
         member.forget()
     elif member.label not in (None, seen.label) and seen.ready is not False:
         member.healed_by_another()
+    if seen.ungrouped:
+        member.incarnation += 1
     member.label, member.instance = seen.label, seen.instance or member.instance
     somebodys = member.found_paused or not member.maybe_paused
     member.found_paused = seen.ready is False and somebodys

@@ -180,6 +180,8 @@ class Updater:
             self._wire.drop()
             with run.watch.running("connect"):
                 self.roster.discover(run.deadline.share(_DISCOVERY_SHARE))
+            # Some servers have one group, so that a new one ends an update that runs in the old.
+            with self._turn(run), run.watch.running("connect"):
                 for member in self.roster.members:
                     member.met = False
                 fleet = Fleet(self.roster.members)
@@ -198,7 +200,7 @@ class Updater:
         run = self._run(push)
         with self._reporting(run), self._exclusively(run.deadline), orderly_end():
             self._prepare(run)
-            with turn(self.roster.urls, self.options.when_busy, run.deadline):
+            with self._turn(run):
                 try:
                     self._attempts(run)
                 except BaseException as error:
@@ -226,7 +228,7 @@ class Updater:
             if not self._wire.serves(fleet):
                 raise WeightUpdateError("Communication group not initialized", phase="plan")
             refuse_large(plan, {m.url: m.engine.intake for m in fleet.members})
-            with turn(self.roster.urls, self.options.when_busy, run.deadline):
+            with self._turn(run):
                 try:
                     self.roster.look(fleet, run.deadline.share(0.5))
                     return self._wire.rehearse(fleet, plan, run.deadline)
@@ -295,6 +297,7 @@ class Updater:
     def shutdown(self) -> None:
         """Gives the group up on both ends; safe to call at any time, repeatedly."""
         self._wire.close()
+        self._planned.attend(False)  # a format knows the packer, and that has the buffers
         for member in self.roster.members:
             member.engine.close()
 
@@ -353,7 +356,7 @@ class Updater:
         ahead = self._planning_ahead(fleet, run)
         try:
             with run.watch.running("plan"):
-                self.roster.look(fleet, run.deadline.share(0.5))
+                self._look(fleet, run)
             if not self._wire.serves(fleet):  # somebody started anew
                 _let_go(ahead, run.deadline)
                 with run.watch.running("connect"):
@@ -367,6 +370,14 @@ class Updater:
             procedure.run()
         finally:
             run.warnings += procedure.warnings
+
+    def _look(self, fleet: Fleet, run: _Run) -> None:
+        try:
+            self.roster.look(fleet, run.deadline.share(0.5))
+        except EngineRejected:
+            # Its workers may wait in our group for what another trainer announced in an older one.
+            self._wire.drop()
+            raise
 
     def _planning_ahead(self, fleet: Fleet, run: _Run) -> list[Future[_Planned]]:
         """Plans, and packs the first bucket, while engines are looked at that are known already."""
@@ -530,6 +541,9 @@ class Updater:
         return hand_over(plan, callers_stream())  # to check the values reads them all
 
     # -- bookkeeping --------------------------------------------------------------------
+
+    def _turn(self, run: _Run) -> AbstractContextManager[None]:
+        return turn(self.roster.urls, self.options.when_busy, run.deadline)
 
     def _run(self, push: Push) -> _Run:
         return _Run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from weight_update.engines.vllm.capabilities import (
@@ -191,6 +192,8 @@ class VLLMEngine(VLLMControls):
         self._bracket = Bracket(self._client)
         self._instance: str | None = None
         self._group_name = ""
+        self._seen: str | None = None  # the label that was seen last
+        self._ours: str | None = None  # the label when the group was surely ours
 
     def inspect(self, deadline: Deadline) -> None:
         """Learns release, routes and configuration; the only place where they are asked for.
@@ -211,6 +214,16 @@ class VLLMEngine(VLLMControls):
         self._instance, self._group_name = instance_of(told), ""
         if self._by_memory:  # whether it can is found out before any pause
             workers_of(self._client, self.ranks, deadline, "connect")
+
+    def observe(self, deadline: Deadline, *, readiness: bool = True) -> Sighting:
+        """Label, readiness and instance; a server has one group, that of who came last."""
+        seen = super().observe(deadline, readiness=readiness)
+        self._seen = seen.label
+        return replace(seen, ungrouped=self._is_anothers(seen.label))
+
+    def _is_anothers(self, label: str | None) -> bool:
+        """Whether a label shows that another trainer took the group's place."""
+        return bool(self._group_name) and self._ours not in (None, label)
 
     @property
     def capabilities(self) -> VLLMCapabilities:
@@ -256,12 +269,14 @@ class VLLMEngine(VLLMControls):
             place = {"master_address": address, "master_port": port, "group_name": group_name}
             place["packed"] = self._packed
         self._drop_group(deadline)
-        self._group_name = group_name
+        self._group_name, self._ours = group_name, self._seen
         self._client.init_transfer({**ranks, **place}, deadline)
 
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Has the workers drop a group, if it is theirs; older releases drop it for the next."""
-        if group_name == self._group_name and self.capabilities.leaves:
+        if group_name != self._group_name or not self.capabilities.leaves:
+            return
+        if not self._is_anothers(self.label(deadline)):
             self._client.leave_transfer(deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:
@@ -312,6 +327,7 @@ class VLLMEngine(VLLMControls):
         """Writes the version label, where the release has one."""
         if self.capabilities.labels:
             super().stamp(label, deadline)
+            self._seen = self._ours = label
 
     def session(self, way: Way) -> VLLMSession | VLLMSharedSession:
         """A session for one update, whose bytes come by a way."""

@@ -66,7 +66,7 @@ def read_facts(info: Mapping[str, Any], cards: Iterable[Mapping[str, Any]]) -> V
         ('nccl', False)
     """
     model, parallel = _object(info, "model_config"), _object(info, "parallel_config")
-    folder = model.get("model") or _served(cards)
+    folder = folder_of(info, cards)
     config = read_config(folder)
     dummy = _object(info, "load_config").get("load_format") == "dummy"
     shapes = {} if dummy else read_shapes(folder)
@@ -104,9 +104,10 @@ def _backend(info: Mapping[str, Any]) -> str | None:
     return str(_object(info, "weight_transfer_config").get("backend") or "")
 
 
-def _served(cards: Iterable[Mapping[str, Any]]) -> Any:
+def folder_of(info: Mapping[str, Any], cards: Iterable[Mapping[str, Any]]) -> Any:
     """The path of the model that was served from the start; adapters name it as their parent."""
-    return next((card.get("root") for card in cards if not card.get("parent")), None)
+    named = _object(info, "model_config").get("model")
+    return named or next((card.get("root") for card in cards if not card.get("parent")), None)
 
 
 def _intake(

@@ -16,7 +16,7 @@ from weight_update.engines.vllm.client import (
     RANKS_ROUTE,
     WEIGHT_INFO_ROUTE,
 )
-from weight_update.engines.vllm.facts import keeps_memory, read_facts
+from weight_update.engines.vllm.facts import folder_of, keeps_memory, read_facts
 from weight_update.errors import UpdateTimeout
 
 _PARALLEL = {
@@ -89,13 +89,12 @@ def _with_configuration(
         "fp8_cache": served.fp8_cache,
         **{ours: parallel.get(theirs) for ours, theirs in _PARALLEL.items()},
     }
-    path = model.get("model") or next((c.get("root") for c in cards if not c.get("parent")), None)
     why = "" if served.loaded else "the folder of its model cannot be read here"
     compared = vectors is not None and served.loaded
     return replace(
         facts,
         info={**facts.info, **known},
-        model={**facts.model, "model_path": path, "tied": served.tied},
+        model={**facts.model, "model_path": folder_of(told, cards), "tied": served.tied},
         names=served.loaded if compared else None,
         names_unknown=why,
     )
