@@ -311,6 +311,8 @@ def parsed() -> argparse.Namespace:
         parser.error(
             "--server needs --model, the checkpoint that it serves, and --model a --server"
         )
+    if args.steps < 1:
+        parser.error("--steps must be one or more")
     return args
 
 
@@ -318,8 +320,12 @@ def main() -> None:
     args = parsed()
     torch.manual_seed(args.seed)
     if args.server:
-        model = AutoModelForCausalLM.from_pretrained(args.model).to(args.device)
-        run(model, AutoTokenizer.from_pretrained(args.model), args.server, args)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(args.model).to(args.device)
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+        except OSError as error:
+            raise SystemExit(f"--model {args.model} cannot be loaded: {error}") from error
+        run(model, tokenizer, args.server, args)
         return
     torch.set_num_threads(1)  # leave the other cores to the engine
     with ReferenceEngine(tiny_llama(args.seed + 1)) as engine:  # other weights than the trainer's

@@ -14,7 +14,8 @@ Ray starts again when they die. Midway an engine is killed, later a collector:
 - a new collector takes the place of the dead one, and counts on from the present version.
 
 The run fails unless all engines end on one version, say greedily what the trainer says, and
-every collector has counted every update. docs/ray.md has what a cluster of several machines needs.
+every collector has counted every update. It needs weight-update[demo,ray]; docs/ray.md has what a
+cluster of several machines needs.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from weight_update.rollouts import versions_of
 RANKS, ENGINES, COLLECTORS = 2, 2, 2
 ANSWER, GROUP, WORDS = 6, 8, 16  # tokens of an answer; samples of a prompt; words that are used
 PROMPTS = [[word] for word in range(8)]
+ENOUGH = 12  # steps, for the reward to rise
 CLIP, LEARNING_RATE, MINIBATCH = 0.2, 3e-3, 32
 START_SECONDS, UPDATE_SECONDS, SAMPLE_SECONDS = 180.0, 60.0, 120.0
 OBJECT_STORE_BYTES = 200 * 2**20
@@ -210,7 +212,8 @@ class Engine:
     """
 
     def __init__(self, command: str, host: str | None, port: int) -> None:
-        host, port = host or node_address(), port or free_port()
+        host = host or node_address()
+        port = claimed(host, port)
         self._url = f"http://{host}:{port}"
         words = shlex.split(command.replace("{host}", host).replace("{port}", str(port)))
         # The kernel ends the server with this process, however that ends.
@@ -230,10 +233,15 @@ class Engine:
         raise TimeoutError(f"{self._url} does not answer within {START_SECONDS:.0f} s")
 
 
-def free_port() -> int:
-    """A port that is free now."""
+def claimed(host: str, port: int) -> int:
+    """That port, or one that is free for 0; a server that listens there is somebody else's."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            print(f"{host}:{port}: {error}")
+            os._exit(1)  # it may be the one of before that ends: Ray starts this actor again
         return int(probe.getsockname()[1])
 
 
@@ -388,7 +396,11 @@ class Engines:
     def wait(self) -> list[str]:
         """Their URLs, once all of them answer."""
         calls = [actor.url.remote() for actor in self._actors]
-        self._owners = dict(zip(ray.get(calls, timeout=START_SECONDS), self._actors, strict=True))
+        try:
+            urls = ray.get(calls, timeout=START_SECONDS)
+        except RayActorError:
+            sys.exit("an engine ends as soon as it starts (--verbose shows why): is its port free?")
+        self._owners = dict(zip(urls, self._actors, strict=True))
         return [*self._given, *self._owners]
 
     @property
@@ -598,7 +610,7 @@ class Run:
             found["an engine died, and updates went on without it"] = self._engines.lost > 0
         if self._options.deaths:
             found["a collector died, and another took its place"] = self._collectors.replaced > 0
-        if self._options.tiny:
+        if self._options.tiny and self._options.steps >= ENOUGH:
             found["the reward rose"] = mean(self._rewards[-5:]) > mean(self._rewards[:5]) + 0.1
         return found
 
@@ -693,6 +705,8 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.server and not options.model:
         parser.error("--server needs --model, the checkpoint that the servers serve")
+    if options.steps < (least := 3 if options.deaths else 1):
+        parser.error(f"--steps must be {least} or more{', or with --no-deaths' * options.deaths}")
     options.tiny = options.model is None
     options.host = None if options.address else "127.0.0.1"
     return options

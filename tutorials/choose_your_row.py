@@ -17,7 +17,7 @@ What you will learn:
 The two SGLang rows run here, on a CPU in less than a minute, against small stand-ins for SGLang.
 Every statement about the servers' output is checked by an ``assert``. The two vLLM rows need a real
 vLLM; ``examples/refit_vllm.py --start`` runs them on a CPU too. You need
-``pip install "weight-update[demo]"``.
+``pip install ".[demo]"`` from a clone.
 """
 
 ######################################################################

@@ -17,7 +17,7 @@ What you will learn:
 - what a failed push looks like, and how it heals.
 
 Everything runs on a CPU in less than a minute. Every statement about the server's output is
-checked by an ``assert``. You need ``pip install "weight-update[demo]"``.
+checked by an ``assert``. You need ``pip install ".[demo]"`` from a clone.
 """
 
 ######################################################################

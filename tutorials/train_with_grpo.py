@@ -15,7 +15,7 @@ What you will learn:
 - what to do when a push fails.
 
 Everything runs on a CPU in about a minute. What is said about samples and versions is checked by an
-``assert``. You need ``pip install "weight-update[demo]"``.
+``assert``. You need ``pip install ".[demo]"`` from a clone.
 """
 
 ######################################################################

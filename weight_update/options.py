@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from math import inf
 from tempfile import TemporaryFile
 from typing import Any, Literal, cast, get_args
@@ -426,9 +428,13 @@ def place_of(url: str) -> str:
     Example:
         >>> place_of("http://localhost:80/a/") == place_of("http://127.0.0.1/a")
         True
+        >>> place_of("http://[::1]") == place_of("http://[0:0:0:0:0:0:0:1]:80")
+        True
     """
     parts = urlsplit(url)
     host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    with suppress(ValueError):
+        host = str(ip_address(host or ""))
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{host}:{port}{parts.path.rstrip('/')}"
 

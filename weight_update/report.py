@@ -139,7 +139,7 @@ class UpdateReport:
             ``transfer``, ``end``, ``flush``, ``verify``, ``stamp``, ``count``, ``continue``), and
             ``paused`` (from the first pause call to the last continue) and ``total``.
         engines: Outcome by engine URL, as given.
-        pause_mode: The pause mode that was used.
+        pause_mode: The pause mode that was used; in a mixed fleet the hardest on running requests.
         warnings: What the caller should know although the update succeeded.
         route: The way that the bytes took; None before there was one.
 

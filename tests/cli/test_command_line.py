@@ -89,7 +89,7 @@ def test_a_command_without_its_extra_says_what_to_install(
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"{lacking} is not installed. weight-update {arguments[0]} needs: "
-        'pip install "weight-update[demo]"\n'
+        'pip install ".[demo]" (from a clone)\n'
     )
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.vllm_fake import FakeVLLM, signature
 from tests.vllm_fake.weights import checkpoint
-from weight_update.cli.servers import Servers, sort_out
+from weight_update.cli.servers import Servers, schemes_for, sort_out
 from weight_update.engines.recognition import Recognised
 from weight_update.reference_engine import ReferenceEngine
 
@@ -70,6 +70,7 @@ def test_people_read_what_was_found_and_why(fake: FakeVLLM) -> None:
     ended = run("doctor", "--server", fake.url)
     assert ended.code == 0
     assert "vLLM 0.32.0: /version names a release" in ended.out
+    assert "  layout      1 rank(s) join" in ended.out
 
 
 def test_a_paused_server_is_warned_of(fake: FakeVLLM) -> None:
@@ -167,6 +168,21 @@ def test_who_names_the_engine_is_believed(fake: FakeVLLM) -> None:
     ended = run("doctor", "--server", fake.url, "--engine", "sglang", "--json")
     assert ended.code == 1
     assert ended.json["servers"][0]["found_by"] == "--engine sglang says so"
+    assert ended.json["problems"][0]["what"].startswith("no SGLang server answers here")
+
+
+def test_who_names_the_wrong_engine_hears_that_it_is_none(engine: ReferenceEngine) -> None:
+    ended = run("doctor", *kit.servers(engine), "--engine", "vllm", "--json")
+    assert ended.code == 1
+    assert [found["what"] for found in ended.json["problems"]] == ["no vLLM server answers here"]
+    assert "--engine auto" in ended.json["problems"][0]["remedy"]
+
+
+def test_each_kind_of_a_mixed_set_comes_to_a_port_of_its_own() -> None:
+    _, sglang, vllm = schemes_for(Servers((S,), (V,)), master_port=29500)
+    assert (sglang.master_port, vllm.master_port) == (29500, 29501)
+    (alone,) = schemes_for(Servers((), (V,)), master_port=29500)
+    assert alone.master_port == 29500
 
 
 def test_a_mixed_set_gets_one_update_and_one_report(

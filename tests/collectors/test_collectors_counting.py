@@ -90,6 +90,26 @@ def registered_twice(desk: Desk) -> Update:
     return desk.sender(collector, collector).update_weights
 
 
+def post_hook_counts(desk: Desk) -> Update:
+    sender = desk.sender()
+    sender.register_post_hook(desk.collector().increment_version)
+    return sender.update_weights
+
+
+def post_hook_counts_as_the_sender_does(desk: Desk) -> Update:
+    collector = desk.collector()
+    sender = desk.sender(collector)
+    sender.register_post_hook(collector.increment_version)
+    return sender.update_weights
+
+
+def post_hook_counts_the_tracker(desk: Desk) -> Update:
+    collector = desk.collector()
+    sender = desk.sender(collector)
+    sender.register_post_hook(collector.policy_version_tracker.increment_version)
+    return sender.update_weights
+
+
 def driver_that_a_sender_of_its_scheme_counts(desk: Desk) -> Update:
     driver = desk.driver()
     desk.sender(driver)
@@ -147,6 +167,9 @@ WAYS: list[Callable[[Desk], Update]] = [
     collector_drives_the_scheme,
     sender_counts,
     registered_twice,
+    post_hook_counts,
+    post_hook_counts_as_the_sender_does,
+    post_hook_counts_the_tracker,
     driver_that_a_sender_of_its_scheme_counts,
     sender_that_counts_the_driver_of_its_scheme,
     one_of_two_senders,
@@ -263,3 +286,8 @@ def test_a_collector_that_hangs_keeps_no_other_from_counting(
 def test_what_cannot_count_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no increment_version"):
         Counters().add(object())
+
+
+def test_a_class_is_no_collector() -> None:
+    with pytest.raises(ConfigurationError, match="Collector is a class"):
+        Counters().add(Collector)

@@ -244,3 +244,18 @@ def test_an_actor_that_is_dead_is_told_of_once(cluster: None) -> None:
     assert counters.count(2) == []
     assert ray.get(alive.version.remote(), timeout=PATIENCE) == before + 1
     ray.kill(alive)
+
+
+def test_an_actor_behind_a_collector_counts_once_and_as_a_handle_does(cluster: None) -> None:
+    """``RayLLMCollector`` would wait for its actor, and names it by this attribute alone."""
+    from torchrl.collectors.llm import RayLLMCollector
+
+    handle = start(Counting)
+    collector = RayLLMCollector.__new__(RayLLMCollector)
+    collector._collector = handle
+    counters = Counters()
+    for one in (collector, handle, collector):
+        counters.add(one)
+    assert counters.count(1) == []
+    assert ray.get(handle.version.remote(), timeout=PATIENCE) == 1
+    ray.kill(handle)

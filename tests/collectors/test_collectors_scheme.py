@@ -126,6 +126,31 @@ def test_a_second_connect_is_an_error(scheme: SGLangWeightSyncScheme) -> None:
     collector.shutdown()
 
 
+def test_a_second_collector_that_was_handed_the_same_scheme_cannot_update(
+    engine: ReferenceEngine, scheme: SGLangWeightSyncScheme
+) -> None:
+    first, second = collect(scheme), collect(scheme)
+    log = kit.Log(engine)
+    with pytest.raises(ConfigurationError, match="drives another Collector already"):
+        second.update_policy_weights_()
+    assert log.count(engine, PAUSE) == 0
+    second.shutdown()
+    first.update_policy_weights_()
+    assert int(first.policy_version) == 1
+    first.shutdown()
+
+
+def test_a_collector_that_outlives_the_program_starts_no_thread(
+    scheme: SGLangWeightSyncScheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter would wait for it for ever."""
+    collector = collect(scheme)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.is_finalizing", lambda: True)
+        collector.shutdown()
+    assert scheme.initialized_on_sender
+
+
 def test_a_collector_is_still_what_it_was(scheme: SGLangWeightSyncScheme) -> None:
     collector = collect(scheme)
     assert isinstance(collector, Collector)
@@ -168,6 +193,17 @@ def test_what_was_extracted_of_a_client_is_no_weights(
 
 def test_there_is_no_model_without_one(engine: ReferenceEngine) -> None:
     assert SGLangWeightSyncScheme(engine.url).model is None
+
+
+def test_words_name_a_model_of_the_collector(engine: ReferenceEngine) -> None:
+    collector = collect(SGLangWeightSyncScheme(engine.url, timeout=60.0), quiet(1))
+    kit.push(engine, kit.llama(0))
+    collector.update_policy_weights_("policy")
+    assert kit.served(engine) == kit.tokens_of(1)
+    with pytest.raises(ConfigurationError, match="no model with parameters under 'polcy'"):
+        collector.update_policy_weights_("polcy")
+    assert int(collector.policy_version) == 1
+    collector.shutdown()
 
 
 def test_weights_for_each_worker_are_refused_before_a_pause(

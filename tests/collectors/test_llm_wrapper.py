@@ -17,7 +17,12 @@ from torchrl.modules.llm import AsyncSGLang
 from tests.collectors import llm_kit
 from tests.engines.models import tiny_llama, tiny_tokenizer
 from tests.integration import kit
-from weight_update import ConfigurationError, SGLangWeightSender, WeightUpdateError
+from weight_update import (
+    ConfigurationError,
+    EngineRejected,
+    SGLangWeightSender,
+    WeightUpdateError,
+)
 from weight_update.collectors.sglang_wrapper import SGLangWrapper, WeightVersions, staleness
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.waiting import spawn
@@ -183,6 +188,8 @@ def test_a_policy_shows_the_engine_that_it_asks(talker: ReferenceEngine) -> None
     [
         ({"on_abort": "ignore"}, "on_abort"),
         ({"tokenizer": None}, "tokenizer"),
+        ({"num_samples": 3}, "num_samples=3 asks for several"),
+        ({"generate_kwargs": {"n": 2}}, "n=2 asks for several"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], words: str) -> None:
@@ -306,3 +313,20 @@ def test_an_aborted_response_without_a_token_is_a_sample_without_a_version() -> 
 def test_a_response_that_is_aborted_every_time_is_an_error() -> None:
     with pytest.raises(WeightUpdateError, match="2 attempts"):
         one(*[answer("abort")] * 2, attempts=2)
+
+
+@pytest.mark.parametrize("mode", ["text", "history", "tokens"])
+def test_a_prompt_without_tokens_is_refused_before_anything_is_asked(
+    mode: str, talker: ReferenceEngine
+) -> None:
+    log = kit.Log(talker)
+    policy = llm_kit.policy(talker.url, input_mode=mode)
+    with pytest.raises(ConfigurationError, match="prompt 1 of the batch has no tokens"):
+        policy(llm_kit.asked(["w11", ""], mode))
+    assert log.count(talker, "/generate") == 0
+
+
+def test_a_refused_request_is_an_error_in_the_servers_words(talker: ReferenceEngine) -> None:
+    kwargs = {"max_new_tokens": 3, "min_p": 0.1}
+    with pytest.raises(EngineRejected, match="min_p"):
+        llm_kit.policy(talker.url, generate_kwargs=kwargs)(llm_kit.asked())

@@ -63,6 +63,16 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_two_trainers_update_in_turn_and_one_may_leave(vllm: VLLMServer) -> None:
+    with delivery_to(vllm) as other:
+        with delivery_to(vllm) as one:
+            for delivery, seed in ((one, SEED_B), (other, SEED_C), (one, SEED_B), (other, SEED_C)):
+                push(delivery, vllm_llama(seed))
+                assert serves(vllm, seed)
+        push(other, vllm_llama(SEED_B))
+    assert serves(vllm, SEED_B)
+
+
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 def test_the_output_equals_transformers_before_and_after(
     vllm: VLLMServer, options: dict[str, Any]

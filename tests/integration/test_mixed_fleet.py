@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torchrl.collectors import Collector
 
+from tests.cli.kit import impostor
 from tests.collectors.worlds import Idle, client
 from tests.vllm_fake import FakeVLLM
 from weight_update import (
@@ -184,6 +185,13 @@ def test_a_server_that_does_not_answer_is_not_added(pair: list[Server]) -> None:
             sender.add_engine("http://127.0.0.1:9")
         assert set(sender.engines) == {server.url for server in pair}
         sender.update_weights(llama(1))
+
+
+def test_a_server_of_no_kind_that_the_fleet_has_is_not_added(pair: list[Server]) -> None:
+    with sender_to(pair) as sender, impostor({}) as url:
+        with pytest.raises(ConfigurationError, match=r"none of the kinds .*sglang, vllm"):
+            sender.add_engine(url)
+        assert set(sender.engines) == {server.url for server in pair}
 
 
 def test_a_copy_in_another_process_knows_who_was_added(servers: list[Server]) -> None:

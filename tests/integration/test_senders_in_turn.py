@@ -25,7 +25,8 @@ def pair() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def senders(pair: list[Server]) -> Iterator[list[SGLangWeightSender]]:
-    with fleet_of(pair).create_sender() as one, fleet_of(pair).create_sender() as other:
+    scheme = fleet_of(pair, timeout=30.0)
+    with scheme.create_sender() as one, scheme.create_sender() as other:
         yield [one, other]
 
 

@@ -217,3 +217,21 @@ def test_a_pause_that_would_outlast_the_deadline_is_not_begun():
 
     assert not deadline.outlasts(1.0)
     assert slept == []
+
+
+@pytest.mark.parametrize("name", ["spawn", "hand_over"])
+def test_an_interpreter_that_is_torn_down_waits_for_no_thread(name: str) -> None:
+    program = f"""
+from weight_update.waiting import {name} as start
+
+class Last:
+    def __del__(self, start=start):
+        start(print)
+
+last = Last()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0
+    assert "the interpreter is being torn down" in ended.stderr

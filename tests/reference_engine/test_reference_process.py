@@ -146,7 +146,7 @@ def test_a_release_without_a_profile_is_an_error(tmp_path):
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"weight-update\[demo\]"):
+    with pytest.raises(ImportError, match=r"\.\[demo\]"):
         ReferenceEngine(tmp_path)
 
 

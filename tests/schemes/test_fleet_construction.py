@@ -134,9 +134,9 @@ def test_a_server_belongs_to_one_scheme() -> None:
         FleetWeightSyncScheme([SGLangWeightSyncScheme(A), VLLMWeightSyncScheme(A)])
 
 
-@pytest.mark.parametrize("schemes", [[], [A], [None]], ids=str)
+@pytest.mark.parametrize("schemes", [[], [A], [None], None, 3, A, b"x", {"sglang": A}], ids=str)
 def test_a_fleet_is_made_of_schemes(schemes: Any) -> None:
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match="a fleet"):
         FleetWeightSyncScheme(schemes)
 
 

@@ -188,6 +188,13 @@ def test_what_logs_no_scalars_is_refused(thing: Any) -> None:
         sender.register_logger(thing)
 
 
+def test_a_class_of_loggers_is_none() -> None:
+    sender, _ = made_up()
+
+    with pytest.raises(ConfigurationError, match="CSVLogger is a class"):
+        sender.register_logger(CSVLogger)
+
+
 def test_a_logger_that_is_registered_twice_logs_once() -> None:
     sender, _ = made_up()
     logger = Remembering()

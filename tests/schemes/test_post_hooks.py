@@ -110,8 +110,11 @@ def test_only_a_hook_that_needs_an_argument_gets_the_report(
     assert heard == [expected]
 
 
+async def awaited() -> None: ...
+
+
 @pytest.mark.parametrize(
-    "hook", [None, 3, "print", lambda a, b: None, lambda *, named: None], ids=str
+    "hook", [None, 3, "print", lambda a, b: None, lambda *, named: None, awaited], ids=str
 )
 def test_what_cannot_be_called_so_is_no_hook(hook: Any) -> None:
     sender, _ = made_up()

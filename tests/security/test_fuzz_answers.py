@@ -15,11 +15,12 @@ import requests
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from weight_update.engines import recognition
 from weight_update.engines.connections import Answer
 from weight_update.engines.http import EngineHttp, json_of
+from weight_update.engines.probing import Asker, ServerFacts
 from weight_update.engines.sglang import facts as sglang_facts
 from weight_update.engines.sglang import names as sglang_names
-from weight_update.engines.sglang import probe as sglang_probe
 from weight_update.engines.sglang import router as sglang_router
 from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
@@ -243,16 +244,17 @@ def test_any_answer_to_an_engine_that_was_inspected_is_a_value_or_a_typed_error(
     answered(lambda: ENGINE[name](engine))
 
 
+@pytest.mark.parametrize("engine", ["auto", "sglang", "vllm"])
 @quick
 @given(answers=ANSWERS, vectors=st.none() | st.just(["model.norm.weight"]))
 def test_any_answer_to_a_diagnosis_is_facts(
-    answers: list[tuple[int, bytes, str | None]], vectors: list[str] | None
+    engine: str, answers: list[tuple[int, bytes, str | None]], vectors: list[str] | None
 ) -> None:
-    asker = sglang_probe._Asker(URL, HttpOptions(api_key="k"), soon())
+    asker = Asker(URL, HttpOptions(api_key="k"), 5.0)
     for http in (asker._http, asker._keyless):
         http._connections = Puppet(answers)  # type: ignore[assignment]
-    facts = answered(lambda: asker.facts(vectors))
-    assert isinstance(facts, (sglang_probe.ServerFacts, WeightUpdateError))
+    facts = answered(lambda: recognition._probed(asker, engine, vectors))
+    assert isinstance(facts, (ServerFacts, WeightUpdateError))
 
 
 # ---- the parsers alone

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import UpdateOptions
+from weight_update.transports import process_group
 from weight_update.transports.process_group import UpdateGroup, open_group
 from weight_update.waiting import spawn
 
@@ -464,6 +466,17 @@ def test_a_process_that_ends_right_after_giving_up_ends_cleanly(peer: PeerProces
 
     peer.send("leave")
     peer.answer()
+
+
+def test_a_group_in_use_is_given_up_when_the_program_ends(
+    open_update_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose peer had died sometimes aborted the process ("terminate called ...")."""
+    group = open_update_group()
+    assert group in process_group._living
+    monkeypatch.setattr(process_group, "_living", WeakSet([group]))
+    process_group._let_groups_end()
+    assert group.given_up
 
 
 # -- abandoning a rendezvous ---------------------------------------------------------------

@@ -158,13 +158,17 @@ def _rows(server: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     keys = ", ".join(f"{kind} {state}" for kind, state in (server["keys"] or {}).items())
     running = server["running_requests"]
-    layout = ", ".join(f"{n} {server[n]}" for n in ("tp", "pp", "dp") if server[n] is not None)
+    sizes = [f"{n} {server[n]}" for n in ("tp", "pp", "dp") if server[n] is not None]
     engine = {"sglang": "SGLang", "vllm": "vLLM"}.get(server["service"], "")
-    joins = f"{layout} ({server['ranks']} rank(s) join), {server['dtype']}"
+    joins = [
+        *sizes,
+        f"{server['ranks']} rank(s) join",
+        *([server["dtype"]] if server["dtype"] else []),
+    ]
     rows = {
         "release": f"{engine} {server['release'] or '(not said)'}: {server['found_by']}",
         "model": server["model"],
-        "layout": joins if layout or server["ranks"] is not None else None,
+        "layout": ", ".join(joins) if sizes or server["ranks"] is not None else None,
         "device": server["device"],
         "transfer": server["backend"],
         "version": server["version"],

@@ -115,6 +115,13 @@ def reach_findings(server: ServerFacts) -> Iterator[Finding]:
         )
     elif server.service in ("router", "other"):
         yield _other_service(server)
+    elif server.status == 404:  # only who names the engine gets as far as this
+        yield Finding(
+            "problem",
+            "no SGLang server answers here: /model_info is missing",
+            server.url,
+            "give the server's root URL (without /v1), and not another service's; or --engine auto",
+        )
     elif server.status not in (200, 401, 403):
         yield Finding(
             "problem",

@@ -14,7 +14,7 @@ from weight_update.engines.vllm.capabilities import (
     is_too_old,
     read_capabilities,
 )
-from weight_update.engines.vllm.client import PAUSE_ROUTE
+from weight_update.engines.vllm.client import PAUSE_ROUTE, VLLMClient
 from weight_update.engines.vllm.engine import wrong_backend
 from weight_update.engines.vllm.shared import EXTENSION
 from weight_update.errors import ConfigurationError
@@ -64,6 +64,8 @@ def _stopped(server: ServerFacts) -> Iterator[Finding]:
     if server.dead:
         what = "its engine is gone, and only its HTTP front answers (/health says so)"
         yield _problem(server, what, "restart it, and look at its log")
+    elif not _release(server):  # only who names the engine gets as far as this
+        yield _problem(server, VLLMClient.stranger, f"{VLLMClient.address}; or --engine auto")
     elif is_too_old(_release(server)):
         what = f"{release} opens and closes no updates"
         yield _problem(server, what, "serve with vLLM 0.23 or later (0.32.0 was run)")

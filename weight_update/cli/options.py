@@ -84,7 +84,13 @@ Json = Annotated[
 ]
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Time for the whole command."),
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0.1,
+        help="Time for the update or the diagnosis; before an update, servers are asked what they "
+        "are and what they have, for as long at most and never over 20 s each.",
+    ),
 ]
 MasterAddress = Annotated[
     str | None,
@@ -97,7 +103,9 @@ MasterAddress = Annotated[
 MasterPort = Annotated[
     int | None,
     typer.Option(
-        "--master-port", metavar="PORT", help="Port that they come to; by default a free one."
+        "--master-port",
+        metavar="PORT",
+        help="Port that they come to, vLLM's of a mixed set to the next; by default a free one.",
     ),
 ]
 CaFile = Annotated[

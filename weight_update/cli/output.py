@@ -73,7 +73,7 @@ def needs_extra(command: str) -> None:
     """Ends a command whose extra, ``[demo]``, is not installed."""
     missing = [name for name in _DEMO_EXTRA if importlib.util.find_spec(name) is None]
     if missing:
-        say(f'{missing[0]} is not installed. {command} needs: pip install "weight-update[demo]"')
+        say(f'{missing[0]} is not installed. {command} needs: pip install ".[demo]" (from a clone)')
         raise typer.Exit(Exit.FAILED)
 
 

@@ -126,6 +126,8 @@ def schemes_for(servers: Servers, **arguments: Any) -> tuple[ServerScheme, ...]:
             "does not",
             remedy="leave it out",
         )
+    if servers.sglang and arguments.get("master_port") is not None:
+        arguments["master_port"] += 1  # each kind comes to a port of its own
     if servers.vllm:
         schemes.append(VLLMWeightSyncScheme(list(servers.vllm), **arguments))
     return tuple(schemes) if len(schemes) == 1 else (FleetWeightSyncScheme(schemes), *schemes)

@@ -53,10 +53,18 @@ class Counters:
         Raises:
             ConfigurationError: It has no ``increment_version``, or its workers can't be reached.
         """
+        if isinstance(collector, type):
+            raise ConfigurationError(
+                f"a collector is needed, and {collector.__name__} is a class",
+                remedy="register what was made of it",
+            )
+        # They have counters too.
+        from weight_update.collectors.remote_counting import remote_of
+        from weight_update.collectors.torchrl_adapter import actor_behind
+
+        collector = actor_behind(collector)
         if collector in self:
             return
-        from weight_update.collectors.remote_counting import remote_of  # it has counters too
-
         remote = remote_of(collector)
         here = callable(getattr(collector, "increment_version", None))
         if not here and remote is None:
@@ -66,7 +74,7 @@ class Counters:
     def join(self, collector: Any, remote: Remote | None, *, here: bool = True) -> None:
         """Has a collector count that is not known yet, and those elsewhere that count for it."""
         known = self._counted
-        self._counted = [*known, _Counted(collector, here and not _is_handle(collector), remote)]
+        self._counted = [*known, _Counted(collector, here and not is_handle(collector), remote)]
 
     def clear(self) -> None:
         """Nobody counts any more."""
@@ -117,12 +125,12 @@ class Counters:
 
     def __contains__(self, collector: object) -> bool:
         return any(
-            one.collector is collector or (_is_handle(collector) and one.collector == collector)
+            one.collector is collector or (is_handle(collector) and one.collector == collector)
             for one in self._counted
         )
 
 
-def _is_handle(collector: object) -> bool:
+def is_handle(collector: object) -> bool:
     """Whether it stands for an actor; two handles of one are equal, and not the same object."""
     return callable(getattr(getattr(collector, "increment_version", None), "remote", None))
 

@@ -28,6 +28,17 @@ def moved_by(collector: Any) -> Any:
     return getattr(collector, "policy_version_tracker", None) or collector
 
 
+def counted_by(hook: Any) -> Any:
+    """Whose version a hook moves: that of the object whose ``increment_version`` it is.
+
+    Example:
+        >>> counted_by(print) is None
+        True
+    """
+    moves = getattr(hook, "__name__", "") == "increment_version"
+    return getattr(hook, "__self__", None) if moves else None
+
+
 def _callers() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -53,7 +64,7 @@ def _counts_itself(collector: Any) -> list[Any]:
 
 def _counted_by_hooks(updater: Any) -> Iterator[Any]:
     for hook in getattr(updater, "post_hooks", None) or ():
-        if getattr(hook, "__name__", "") == "increment_version":
-            owner = getattr(hook, "__self__", None)
+        owner = counted_by(hook)
+        if owner is not None:
             # An updater's own method counts for all its collectors.
             yield from (owner.collectors or ()) if owner is updater else (owner,)

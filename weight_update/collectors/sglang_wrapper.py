@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import requests
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.tensorclass import TensorClass
@@ -13,7 +15,7 @@ from torchrl.modules.llm import AsyncSGLang
 from torchrl.modules.llm import SGLangWrapper as _SGLangWrapper
 
 from weight_update.collectors.torchrl_adapter import AnswersHook
-from weight_update.errors import ConfigurationError
+from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.options import check_choice
 from weight_update.rollouts import Versions, is_aborted, retry_aborted, versions_of
 from weight_update.waiting import spawn
@@ -37,6 +39,7 @@ _DROPPED_UPSTREAM = (
     "stop",
     "stop_token_ids",
 )
+_SEVERAL = ("n", "num_return_sequences", "best_of")
 _MAX_NEW_TOKENS = 128  # what TorchRL's client and SGLang take where nothing is said
 
 
@@ -87,9 +90,11 @@ class SGLangWrapper(AnswersHook, _SGLangWrapper):  # type: ignore[misc]
         **options: As upstream.
 
     Raises:
-        ConfigurationError: ``on_abort`` is none of these, or there is no tokenizer and
-            ``input_mode`` is not ``"tokens"``.
+        ConfigurationError: ``on_abort`` is none of these, several responses a prompt are asked
+            for, or there is no tokenizer and ``input_mode`` is not ``"tokens"``. When called: a
+            prompt has no tokens.
         WeightUpdateError: When called: a response was aborted in every attempt.
+        EngineRejected: When called: the server refused a request, with its words.
 
     Example:
         >>> policy = SGLangWrapper("http://127.0.0.1:30000")  # doctest: +SKIP
@@ -101,6 +106,7 @@ class SGLangWrapper(AnswersHook, _SGLangWrapper):  # type: ignore[misc]
         self, model: Any, *, on_abort: OnAbort = "retry", attempts: int = 8, **options: Any
     ) -> None:
         check_choice("on_abort", on_abort, OnAbort)
+        _refuse_several(options)
         engine = model.engine if isinstance(model, _Client) else model
         engine = AsyncSGLang.connect(engine) if isinstance(engine, str) else engine
         super().__init__(engine, **options)
@@ -171,6 +177,7 @@ class _Client:
     ) -> list[dict[str, Any]]:
         """One answer a prompt, all asked for at once."""
         ids = self._encoded(prompts) if input_ids is None else [_listed(i) for i in input_ids]
+        _refuse_empty(ids)
         sampling = {"max_new_tokens": _MAX_NEW_TOKENS, **(sampling_params or {})}
         calls = [spawn(self._answer, prompt, sampling, return_logprobs) for prompt in ids]
         return [call.result() for call in calls]
@@ -183,7 +190,8 @@ class _Client:
         self, prompt: list[int], sampling: Mapping[str, Any], logprobs: bool
     ) -> dict[str, Any]:
         def generate(request: Mapping[str, Any]) -> Any:
-            return self.engine.generate(**request, return_logprobs=logprobs)
+            with _with_its_words():
+                return self.engine.generate(**request, return_logprobs=logprobs)
 
         request = {"input_ids": prompt, "sampling_params": dict(sampling)}
         if self.on_abort == "mark":
@@ -222,6 +230,36 @@ def staleness(batch: TensorDictBase, version: int) -> torch.Tensor:
     first, exact = batch.get((KEY, "first")), batch.get((KEY, "exact"))
     unknown = torch.iinfo(torch.int64).max
     return torch.where(exact & (first != UNKNOWN), version - first, unknown)
+
+
+def _refuse_several(options: Mapping[str, Any]) -> None:
+    kwargs = options.get("generate_kwargs") or {}
+    asked = {"num_samples": options.get("num_samples"), **{k: kwargs.get(k) for k in _SEVERAL}}
+    several = [f"{name}={count!r}" for name, count in asked.items() if count not in (None, 1)]
+    if several:
+        raise ConfigurationError(
+            f"a prompt gets one response, and {several[0]} asks for several",
+            remedy="give the prompt several times, as an environment with repeats= does",
+        )
+
+
+def _refuse_empty(prompts: Sequence[Sequence[int]]) -> None:
+    empty = [index for index, prompt in enumerate(prompts) if not prompt]
+    if empty:
+        raise ConfigurationError(f"prompt {empty[0]} of the batch has no tokens")
+
+
+@contextmanager
+def _with_its_words() -> Iterator[None]:
+    """A refusal in the server's words, which ``AsyncSGLang`` leaves out."""
+    try:
+        yield
+    except requests.HTTPError as error:
+        told = error.response
+        if told is None or isinstance(error, EngineRejected):
+            raise
+        words = f"/generate answered {told.status_code}: {told.text[:500]}"
+        raise EngineRejected(words, response=told) from None
 
 
 def _listed(ids: Sequence[int] | torch.Tensor) -> list[int]:

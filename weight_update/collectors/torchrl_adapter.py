@@ -10,6 +10,7 @@
 | ``_sender_transports``, ``_receiver_transport`` | pickled by the base; ours drops them |
 | ``_initialized_on_sender`` | nothing else lets a scheme be given to another collector |
 | ``collector._weight_sync_schemes`` | ``LLMCollector`` is given none; who of several counts |
+| ``RayLLMCollector._collector`` | the handle of its actor: who is busy must not be waited for |
 | ``collector._receiver_schemes`` | where ``cascade_execute`` finds what counts in an actor |
 | ``collector.__class__`` | only ``RayCollector`` tells its schemes that it shuts down |
 | ``SGLangWrapper._process_generation_results`` | there alone an answer meets its sample |
@@ -36,16 +37,18 @@ from torch import nn
 from torchrl import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme, weight_sync_schemes
 
-from weight_update.collectors.counting import Counters, Remote
-from weight_update.collectors.given import (
+from weight_update.collectors.collector_weights import (
     are_given,
     has_weights,
     is_extracted_from,
     model_in,
+    named_in,
     refuse_one_a_worker,
     refuse_stand_in,
 )
+from weight_update.collectors.counting import Counters, Remote, is_handle
 from weight_update.collectors.remote_counting import Actors
+from weight_update.collectors.self_counting import self_counting
 from weight_update.collectors.worker_counting import WorkerEnds, count_at, pipes
 from weight_update.errors import ConfigurationError
 from weight_update.options import Strategy
@@ -140,10 +143,14 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
     ) -> Any:
         """Explicit weights first, then the registered model, then the collector's own.
 
+        Words name a model of the collector, as TorchRL has it.
+
         Raises:
             ConfigurationError: There is nothing to send.
         """
         trained = self._trained()
+        if isinstance(weights, str) and weights != model_id:
+            return named_in(context, weights)
         if are_given(weights):
             refuse_one_a_worker(weights)
             # RayCollector extracts the model by itself: what it holds is the model, whole.
@@ -181,6 +188,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
                 remedy="a scheme drives the collector that it was given to until one of both is "
                 "shut down; give each collector a scheme of its own",
             )
+        _refuse_second(self, self.context)
         prepared = self.prepare_weights(weights, self.model_id, self.strategy, self.context)
         self.sender_transports[0].update(lambda: prepared, self._count_elsewhere)
 
@@ -364,6 +372,22 @@ def _end_schemes_of(collector: Any) -> None:
     wait([spawn(s.shutdown) for s in ending], _END_SECONDS)
 
 
+def _refuse_second(scheme: CollectorScheme, driven: Any) -> None:
+    """Raises ConfigurationError for a collector that was handed what drives another one.
+
+    TorchRL's ``Collector`` uses a scheme that is in use without a word to it.
+    """
+    for collector in self_counting():
+        holds = (getattr(collector, "_weight_sync_schemes", None) or {}).values()
+        if collector is not driven and any(one is scheme for one in holds):
+            raise ConfigurationError(
+                f"the scheme drives another {type(driven).__name__} already, whose workers or "
+                "environments would not count this update",
+                phase="plan",
+                remedy="give each collector a scheme of its own, or register them with one sender",
+            )
+
+
 def _counts_versions(collector: Any, model_id: str) -> bool:
     """Whether updates of this model move the version: the policy's do, or the only one's."""
     schemes = getattr(collector, "_weight_sync_schemes", None) or {model_id: None}
@@ -376,6 +400,15 @@ def _warn_of_own_weights(policy: Any) -> None:
             f"the {type(policy).__name__} of this worker has weights of its own, which are never "
             "updated: the scheme updates servers, and counts for policies that sample from them"
         )
+
+
+def actor_behind(collector: Any) -> Any:
+    """The handle of the actor that a ``RayLLMCollector`` stands for; else what is given.
+
+    Its own ``increment_version()`` waits for an actor that is busy, or is gone.
+    """
+    handle = getattr(collector, "__dict__", {}).get("_collector")
+    return handle if is_handle(handle) else collector
 
 
 def is_driven(collector: Any) -> bool:

@@ -49,7 +49,8 @@ class Workers:
             words |= self._answers(version, Deadline(seconds), set(self._ends) - set(words))
             for index in [i for i, word in words.items() if word == "is gone"]:
                 self._ends.pop(index).close()
-            return [f"worker {i} of {self._owner} {word}" for i, word in words.items() if word]
+            told = sorted(words.items())
+            return [f"worker {i} of {self._owner} {word}" for i, word in told if word]
 
     def close(self) -> None:
         """Ends the threads in the workers."""

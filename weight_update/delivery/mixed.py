@@ -21,7 +21,7 @@ from weight_update.delivery.vllm import VLLMDeployment
 from weight_update.engines.probing import Service
 from weight_update.engines.recognition import recognise
 from weight_update.errors import ConfigurationError, EngineUnreachable, WeightUpdateError
-from weight_update.options import LoadFormat, PauseMode, UpdateOptions
+from weight_update.options import LoadFormat, PauseMode, UpdateOptions, Way
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import UpdateGroup
 from weight_update.transports.several_groups import Seat, SeveralGroups
@@ -75,8 +75,8 @@ class MixedDeployment(WholeModel):
 
     def updater(self, urls: Sequence[str]) -> Updater:
         """The one updater of all engines."""
-        ways = {"broadcast": Ends(self._open_group, self._open_packer)}
-        return Updater(urls, self._open_engine, cast("Any", ways), self._options)
+        ways: dict[Way, Ends] = {"broadcast": Ends(self._open_group, self._open_packer)}
+        return Updater(urls, self._open_engine, ways, self._options)
 
     def counted(self) -> None:
         """Nothing was kept for an update."""

@@ -24,10 +24,15 @@ from weight_update.reference_engine.releases import release_named
 
 KEY_VARIABLE = "REFERENCE_ENGINE_API_KEY"
 ADMIN_KEY_VARIABLE = "REFERENCE_ENGINE_ADMIN_API_KEY"
-MISSING_EXTRA = 'The reference engine needs an extra: pip install "weight-update[demo]"'
+MISSING_EXTRA = 'The reference engine needs an extra: pip install ".[demo]" (from a clone)'
 
 _NEEDED = ("torch", "transformers", "starlette", "uvicorn")
 _STOP_SECONDS = 4.0
+# Arguments that the process is started with as they are.
+_PASSED_ON = (
+    *("host", "dtype", "device", "load_format", "tp", "threads", "answer_delay"),
+    *("group_timeout", "health_timeout", "max_running_requests", "prefix_cache_entries"),
+)
 # Routes that take the ordinary key even where there is one for control.
 _ORDINARY = ("/generate", "/ping", "/model_info", "/server_info", "/v1/loads", "/get_load")
 
@@ -104,6 +109,7 @@ class ReferenceEngine:
         shows: Mapping[str, Any] | None = None,
         wait: bool = True,
     ) -> None:
+        given = dict(locals())
         check_extra()
         self._home = tempfile.TemporaryDirectory(prefix="reference-engine-")
         self._keys = {KEY_VARIABLE: api_key, ADMIN_KEY_VARIABLE: admin_api_key}
@@ -115,20 +121,10 @@ class ReferenceEngine:
         self._records: list[dict[str, Any]] | None = None
         self._logs: dict[Path, _LogReader] = {}
         self._options: dict[str, object] = {
+            **{name.replace("_", "-"): given[name] for name in _PASSED_ON},
+            **({} if shapes is None else {"shapes": shapes}),
             "model": self._model_directory(model),
             "release": release_named(release).name,
-            "host": host,
-            "dtype": dtype,
-            "device": device,
-            "load-format": load_format,
-            **({} if shapes is None else {"shapes": shapes}),
-            "tp": tp,
-            "group-timeout": group_timeout,
-            "health-timeout": health_timeout,
-            "max-running-requests": max_running_requests,
-            "prefix-cache-entries": prefix_cache_entries,
-            "threads": threads,
-            "answer-delay": answer_delay,
             "fuses": int(fuses),
             "memory-saver": int(memory_saver),
             "shows": json.dumps(dict(shows or {})),

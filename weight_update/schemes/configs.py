@@ -123,6 +123,8 @@ class VLLMWeightSyncSchemeConfig(_SchemeConfig):
 class FleetWeightSyncSchemeConfig(_SchemeConfig):
     """SGLang and vLLM servers behind one sender; ``schemes`` holds a config for each kind.
 
+    Keys of both come from the environment: a call that instantiates it hands none on.
+
     Example:
         >>> from hydra.utils import instantiate
         >>> sglang = SGLangWeightSyncSchemeConfig(server_url="http://127.0.0.1:30000")
@@ -131,7 +133,7 @@ class FleetWeightSyncSchemeConfig(_SchemeConfig):
         'FleetWeightSyncScheme'
     """
 
-    _target_: str = "weight_update.schemes.fleet.FleetWeightSyncScheme"
+    _target_: str = "weight_update.FleetWeightSyncScheme"
 
     schemes: list[Any] = field(default_factory=lambda: _NEEDED)
 

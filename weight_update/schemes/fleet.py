@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weight_update.delivery.mixed import MixedDeployment
@@ -57,7 +57,8 @@ class FleetWeightSyncScheme(ServerScheme):
 
 
 def _checked(schemes: Any) -> list[ServerScheme]:
-    given = [schemes] if isinstance(schemes, ServerScheme) else list(schemes)
+    several = isinstance(schemes, Iterable) and not isinstance(schemes, (str, bytes))
+    given = list(schemes) if several else [schemes]
     for scheme in given:
         if not isinstance(scheme, ServerScheme) or isinstance(scheme, FleetWeightSyncScheme):
             raise ConfigurationError(

@@ -26,7 +26,7 @@ class PostHooks:
         """Has a hook called once more after each update; it may be added while one runs.
 
         Raises:
-            ConfigurationError: It takes neither nothing nor a report.
+            ConfigurationError: It takes neither nothing nor a report, or is a coroutine.
         """
         self._hooks.append(_Hook(hook, _needs_report(hook)))
 
@@ -74,6 +74,11 @@ def _needs_report(hook: Any) -> bool:
     """
     if not callable(hook):
         raise ConfigurationError(f"a post-hook is called, and a {type(hook).__name__} cannot be")
+    if inspect.iscoroutinefunction(hook):
+        raise ConfigurationError(
+            "a post-hook is called and not awaited, and this one is a coroutine function",
+            remedy="register a function that hands the coroutine to its loop",
+        )
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):  # a builtin that does not say what it takes

@@ -58,8 +58,10 @@ class Loggers:
         """Has a logger written to; one that is known already is left as it is.
 
         Raises:
-            ConfigurationError: It has no ``log_scalar``.
+            ConfigurationError: It has no ``log_scalar``, or is a class.
         """
+        if isinstance(logger, type):
+            raise ConfigurationError(f"{logger.__name__} is a class: register a logger of it")
         if not callable(getattr(logger, "log_scalar", None)):
             raise ConfigurationError(
                 f"{type(logger).__name__} has no log_scalar()",

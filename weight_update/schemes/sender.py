@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weight_update.collectors.counting import Counters
+from weight_update.collectors.self_counting import counted_by
 from weight_update.delivery.delivery import is_whole, provided
 from weight_update.delivery.ranks import refuse_background
 from weight_update.errors import ConfigurationError, WeightUpdateError
@@ -98,16 +99,22 @@ class SGLangWeightSender:
         Hooks run in the order of their registration, as often as they were registered, in the
         thread that updated: for :meth:`update_weights_async` that of the background. One that
         raises keeps no other from running: the engines have the weights, so the update stands,
-        and the report and the log have a warning. They may register hooks and update in turn.
+        and the report and the log have a warning. They may register hooks and update in turn, but
+        not wait for :meth:`update_weights_async`, whose update begins after them.
 
         Args:
             hook: Called without arguments, as TorchRL's hooks are; one that needs an argument
                 gets the :class:`~weight_update.UpdateReport`.
 
         Raises:
-            ConfigurationError: It can be called in neither way.
+            ConfigurationError: It can be called in neither way, or is of a collector that
+                :meth:`register_collector` refuses.
         """
-        self._listeners.hooks.add(hook)
+        counted = counted_by(hook)
+        if counted is not None:
+            self.register_collector(counted)
+        else:
+            self._listeners.hooks.add(hook)
 
     def register_logger(self, logger: Any) -> None:
         """Has the numbers of every update written, of failed ones too, at its version as the step.

@@ -25,6 +25,9 @@ Opening = tuple[object, ...]
 # are added faster than any number of engines takes them, and slowly enough for 32 bits.
 _OPENINGS = 256
 _STDERR = 2
+# Whoever opened memory of a GPU takes one off a count when it lets go. Where there is no such file
+# torch does nothing, as it does when the process that shared the memory has ended.
+_NO_COUNTS = b"/weight_update_counts_nothing"
 
 
 class HostMemory:
@@ -105,14 +108,14 @@ def share_gpu_memory(storage: torch.UntypedStorage) -> Opening:
 
     Returns:
         The arguments of ``rebuild_cuda_tensor`` that follow the device: handle, size, offset, the
-        file of the count and the place in it, an event, and that it is not waited for.
+        file of a count (there is none), the place in it, an event, and that it is not waited for.
     """
     private: Any = storage
     _, handle, nbytes, offset, counts, place, event, _ = private._share_cuda_()
-    # It starts at one, for the one who is expected to open it. Memory that is freed before it
-    # was opened would be kept for ever.
+    # It starts at one, for the one who is expected to open it, and memory is kept for ever unless
+    # it is freed at exactly zero: one more opening, and the count is below.
     type(private)._release_ipc_counter(counts, place, device=storage.device)
-    return handle, nbytes, offset, counts, place, event, False
+    return handle, nbytes, offset, _NO_COUNTS, 0, event, False
 
 
 def is_kept_elsewhere(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -69,6 +70,7 @@ class UpdateGroup:
         self.given_up = False
         self._places: list[bytes] = []
         self._process = os.getpid()
+        _living.add(self)
 
     def _rendezvous(self, port: int | None) -> tuple[int, Any]:
         """The port and the store where the ranks meet."""
@@ -208,14 +210,23 @@ class UpdateGroup:
             self._store.abandon()
             _endings.append(spawn(held.clear))
 
+    def give_up_at_exit(self) -> None:
+        """As :meth:`give_up`, of a group that is in use; a fork leaves it to its parent."""
+        if not self.given_up and os.getpid() == self._process:
+            self.give_up()
+
 
 _endings: deque[Future[None]] = deque(maxlen=64)
+_living: WeakSet[UpdateGroup] = WeakSet()
 
 
 @atexit.register
 def _let_groups_end() -> None:
     # A thread that comes back from dropping a group into an interpreter that is being torn
-    # down takes the process down with it (SIGABRT); one that stays stuck does no harm.
+    # down takes the process down with it (SIGABRT); one that stays stuck does no harm. So does a
+    # group that was never given up, if its peer died: its own threads end after Python has.
+    for group in list(_living):
+        group.give_up_at_exit()
     wait(list(_endings), timeout=_EXIT_SECONDS)
 
 

@@ -101,7 +101,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlanAndReader:
     """A plan, and who reads it."""
 
     plan: Plan | GrowingPlan
@@ -379,7 +379,7 @@ class Updater:
             self._wire.drop()
             raise
 
-    def _planning_ahead(self, fleet: Fleet, run: _Run) -> list[Future[_Planned]]:
+    def _planning_ahead(self, fleet: Fleet, run: _Run) -> list[Future[_PlanAndReader]]:
         """Plans, and packs the first bucket, while engines are looked at that are known already."""
         if not self._wire.serves(fleet) or run.payload.stream is not None:
             return []
@@ -437,7 +437,7 @@ class Updater:
         release(fleet, run.deadline.afresh(RESUME_SECONDS))
 
     def _procedure(
-        self, fleet: Fleet, run: _Run, planning: Sequence[Future[_Planned]]
+        self, fleet: Fleet, run: _Run, planning: Sequence[Future[_PlanAndReader]]
     ) -> Procedure:
         group, packer = self._wire.ends()
         run.version = run.version or self._next_version()
@@ -519,7 +519,7 @@ class Updater:
             return self.version + 1  # a resumed run's own count wins over the engines' labels
         return next_version(self.version, [m.label for m in self.roster.members])
 
-    def _planning(self, fleet: Fleet, run: _Run, *, packs: bool = False) -> Future[_Planned]:
+    def _planning(self, fleet: Fleet, run: _Run, *, packs: bool = False) -> Future[_PlanAndReader]:
         """Finds out which weights travel together, as the engines of the fleet take them."""
         intakes = {member.url: member.engine.intake for member in fleet.members}
         known = {name for member in fleet.members for name in _known_names(member)}
@@ -528,7 +528,7 @@ class Updater:
         group, packer = self._wire.ends()
         format_of = self._formats(group.device, fleet.members, run)
 
-        def plan(stream: AbstractContextManager[object]) -> _Planned:
+        def plan(stream: AbstractContextManager[object]) -> _PlanAndReader:
             with stream:
                 made = fitted_plan(
                     run.payload, intakes, known, self.options, format_of, self._planned
@@ -536,7 +536,7 @@ class Updater:
                 reader = Reader(packer, made, run.push.check_readers)
                 if packs:
                     reader.begin()
-                return _Planned(made, reader)
+                return _PlanAndReader(made, reader)
 
         return hand_over(plan, callers_stream())  # to check the values reads them all
 
@@ -626,7 +626,7 @@ def _known_names(member: Member) -> Iterable[str]:
     return member.shapes or (intake.shapes if intake.whole_layers else ())
 
 
-def _let_go(ahead: list[Future[_Planned]], deadline: Deadline) -> None:
+def _let_go(ahead: list[Future[_PlanAndReader]], deadline: Deadline) -> None:
     """Ends what was planned for engines that are not there any more."""
     wait(ahead, timeout=deadline.remaining())
     for planning in ahead:

@@ -10,7 +10,7 @@ from typing import Any
 from weight_update.bench.soak.run import SoakResult
 from weight_update.bench.soak.vitals import Vitals
 
-MISSING_EXTRA = 'the plot needs an extra: pip install "weight-update[soak]"'
+MISSING_EXTRA = 'the plot needs an extra: pip install ".[soak]" (from a clone)'
 
 _TRAINER = "the trainer"
 _PANELS: tuple[tuple[str, Callable[[Vitals], float]], ...] = (

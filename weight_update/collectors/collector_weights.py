@@ -43,6 +43,23 @@ def model_in(collector: Any, model_id: str) -> nn.Module | None:
     return None
 
 
+def named_in(collector: Any, name: str) -> nn.Module:
+    """The model that stands under a name in a collector.
+
+    Raises:
+        ConfigurationError: It has none of that name with weights.
+    """
+    model = model_in(collector, name)
+    if model is None:
+        raise ConfigurationError(
+            f"there are no weights to send: {type(collector).__name__} has no model with "
+            f"parameters under {name!r}",
+            phase="plan",
+            remedy="pass the module or its weights, or nothing for the registered model",
+        )
+    return model
+
+
 def is_extracted_from(weights: Any, model: nn.Module) -> bool:
     """Whether a mapping holds all parameters of a model, as they are.
 
