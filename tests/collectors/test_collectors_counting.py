@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -291,3 +292,12 @@ def test_what_cannot_count_is_refused() -> None:
 def test_a_class_is_no_collector() -> None:
     with pytest.raises(ConfigurationError, match="Collector is a class"):
         Counters().add(Collector)
+
+
+def test_a_collector_that_tracks_no_version_is_warned_of_when_it_is_registered(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = desk.collector(track_policy_version=False)
+    with caplog.at_level(logging.WARNING, "weight_update"):
+        desk.sender(collector)
+    assert "track_policy_version=True" in caplog.text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tokenizers.processors import TemplateProcessing
 from torchrl.modules.llm import AsyncSGLang
 
@@ -132,6 +132,11 @@ def test_versions_lie_where_the_tokens_of_responses_lie(padded: bool) -> None:
         known = sample["weight_versions"].full != -1
         assert torch.equal(known, sample["masks"].all_assistant_mask)
         assert (sample["weight_versions"].response != -1).sum() == known.sum() == length
+
+
+def test_staleness_of_samples_of_another_wrapper_is_an_error_and_says_which_to_take() -> None:
+    with pytest.raises(ConfigurationError, match=r"weight_update\.SGLangWrapper"):
+        staleness(TensorDict({"query": torch.zeros(2, 1)}, batch_size=[2]), 1)
 
 
 def test_staleness_counts_from_the_oldest_token() -> None:

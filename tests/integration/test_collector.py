@@ -11,8 +11,13 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector
 
-from tests.collectors.worlds import Idle, client
-from weight_update import ConfigurationError, EngineRejected, SGLangWeightSyncScheme
+from tests.collectors.worlds import Idle, client, layer
+from weight_update import (
+    ConfigurationError,
+    EngineRejected,
+    SGLangWeightSyncScheme,
+    WeightUpdateError,
+)
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 from . import kit
@@ -119,15 +124,19 @@ def test_a_policy_without_parameters_and_no_model_is_an_error_before_a_pause(
     assert log.count(engine, PAUSE) == 0
 
 
+@pytest.mark.parametrize("policy", [None, layer()], ids=["client", "with weights"])
 def test_a_collected_model_is_an_error_and_not_the_policy(
-    engine: ReferenceEngine, make_collector: Make
+    policy: nn.Module | None, engine: ReferenceEngine, make_collector: Make
 ) -> None:
-    """C54: held weakly."""
+    """C54: held weakly; and nothing else is sent in its place."""
+    log = kit.Log(engine)
     scheme = make_scheme(engine)
     scheme.register_model(nn.Linear(1, 1))
-    collector = make_collector(scheme)
-    with pytest.raises(ConfigurationError, match="register_model"):
+    collector = make_collector(scheme, policy)
+    with pytest.raises(WeightUpdateError, match="garbage-collected"):
         collector.update_policy_weights_()
+    assert log.count(engine, PAUSE) == 0
+    assert version_of(collector) == 0
 
 
 def test_a_scheme_in_use_is_pickled_as_configuration(

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from weight_update.errors import ConfigurationError
+from weight_update.errors import ConfigurationError, WeightUpdateError
 
 
 def has_weights(model: Any) -> bool:
@@ -58,6 +58,15 @@ def named_in(collector: Any, name: str) -> nn.Module:
             remedy="pass the module or its weights, or nothing for the registered model",
         )
     return model
+
+
+def gone_model() -> WeightUpdateError:
+    """What is raised where the registered model is no more: nothing else is sent in its place."""
+    return WeightUpdateError(
+        "Model reference is no longer valid: the registered model was garbage-collected",
+        phase="plan",
+        remedy="keep the model alive, and register it again after replacing it",
+    )
 
 
 def is_extracted_from(weights: Any, model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 from weight_update.collectors.self_counting import moved_by, self_counting
 from weight_update.errors import ConfigurationError
 from weight_update.waiting import spawn
+
+_log = logging.getLogger("weight_update")
 
 # Engines wait, paused, while collectors count.
 _COUNT_SECONDS = 5.0
@@ -69,6 +72,7 @@ class Counters:
         here = callable(getattr(collector, "increment_version", None))
         if not here and remote is None:
             raise ConfigurationError(f"{type(collector).__name__} has no increment_version()")
+        _warn_of_untracked(collector)
         self.join(collector, remote, here=here)
 
     def join(self, collector: Any, remote: Remote | None, *, here: bool = True) -> None:
@@ -133,6 +137,15 @@ class Counters:
 def is_handle(collector: object) -> bool:
     """Whether it stands for an actor; two handles of one are equal, and not the same object."""
     return callable(getattr(getattr(collector, "increment_version", None), "remote", None))
+
+
+def _warn_of_untracked(collector: Any) -> None:
+    if getattr(collector, "policy_version_tracker", collector) is None:
+        _log.warning(
+            "%s tracks no policy version: it counts nothing, and its samples carry no version; "
+            "make it with track_policy_version=True",
+            type(collector).__name__,
+        )
 
 
 def _troubles_of(who: str, call: Future[Any], version: int) -> list[str]:

@@ -221,12 +221,20 @@ def staleness(batch: TensorDictBase, version: int) -> torch.Tensor:
         0 for samples of ``version`` alone; the largest integer for those that do not say exactly
         who made them.
 
+    Raises:
+        ConfigurationError: The samples say nothing: another wrapper made them.
+
     Example:
         >>> from tensordict import TensorDict
         >>> told = {"first": torch.tensor([3, 2, 3]), "exact": torch.tensor([True, True, False])}
         >>> staleness(TensorDict({"weight_versions": TensorDict(told)}), 3).tolist()
         [0, 1, 9223372036854775807]
     """
+    if KEY not in batch.keys():  # noqa: SIM118 - a TensorDict's `in` takes no key
+        raise ConfigurationError(
+            f"the samples have no {KEY!r}, so nobody knows which weights made them",
+            remedy="sample with weight_update.SGLangWrapper; TorchRL's of that name drops them",
+        )
     first, exact = batch.get((KEY, "first")), batch.get((KEY, "exact"))
     unknown = torch.iinfo(torch.int64).max
     return torch.where(exact & (first != UNKNOWN), version - first, unknown)

@@ -39,6 +39,7 @@ from torchrl.weight_update import WeightSyncScheme, weight_sync_schemes
 
 from weight_update.collectors.collector_weights import (
     are_given,
+    gone_model,
     has_weights,
     is_extracted_from,
     model_in,
@@ -50,7 +51,7 @@ from weight_update.collectors.counting import Counters, Remote, is_handle
 from weight_update.collectors.remote_counting import Actors
 from weight_update.collectors.self_counting import self_counting
 from weight_update.collectors.worker_counting import WorkerEnds, count_at, pipes
-from weight_update.errors import ConfigurationError
+from weight_update.errors import ConfigurationError, WeightUpdateError
 from weight_update.options import Strategy
 from weight_update.waiting import spawn
 from weight_update.weights.extract import device_of
@@ -99,6 +100,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
     """
 
     _training_model: weakref.ref[nn.Module] | None = None
+    _model_was_named = False
     _remote: Remote | None = None
     _worker_ends: WorkerEnds | None = None
     _end: Connection | None = None
@@ -122,6 +124,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
         A collector's own policy is usually a client without parameters.
         """
         self._training_model = weakref.ref(model)
+        self._model_was_named = True
 
     @property
     def model(self) -> Any:
@@ -158,6 +161,8 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
             return trained if whole else weights
         if trained is not None:
             return trained
+        if self._model_was_named:
+            raise gone_model()
         model = model_in(context, model_id)
         if model is not None:
             return model
@@ -230,6 +235,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
         for transport in (getattr(self, "_sender_transports", None) or {}).values():
             transport.shutdown()
         self._close_channels()
+        self._here.clear()
         self._initialized_on_sender = self.synchronized_on_sender = False
         super().shutdown()
 
@@ -257,7 +263,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
         if context is not None:
             self.context = context
         if self._trained() is None and model is not None and has_weights(model):
-            self.register_model(model)
+            self._training_model = weakref.ref(model)
         if not self._sender_transports:
             self._register_worker_sender(worker_idx=0, transport=self._followed_transport())
         if _counts_versions(context, self.model_id):
@@ -303,8 +309,9 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
         _warn_of_own_weights(model_in(context, self.model_id) if model is None else model)
 
     def _setup_connection_and_weights_on_receiver_impl(self, **ignored: Any) -> None:
-        if self._end is not None:
-            count_at(self._end, self.count)
+        end, self._end = self._end, None
+        if end is not None:
+            count_at(end, self.count)  # its thread alone closes it: two would close one twice
 
     def _count_elsewhere(self, version: int) -> list[str]:
         context = self.context
@@ -331,7 +338,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
     def _device(self) -> torch.device | None:
         try:
             return device_of(self.prepare_weights(None, self.model_id, None, self.context))
-        except ConfigurationError:
+        except WeightUpdateError:
             return None
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from weight_update.collectors.collector_weights import gone_model
 from weight_update.collectors.counting import Counters
 from weight_update.collectors.self_counting import counted_by
 from weight_update.delivery.delivery import is_whole, provided
 from weight_update.delivery.ranks import refuse_background
-from weight_update.errors import ConfigurationError, WeightUpdateError
+from weight_update.errors import ConfigurationError
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.schemes.hooks import PostHook
 from weight_update.schemes.listeners import Listeners
@@ -346,11 +347,7 @@ class SGLangWeightSender:
             )
         model = self._model_ref()
         if model is None:
-            raise WeightUpdateError(
-                "Model reference is no longer valid: the registered model was garbage-collected",
-                phase="plan",
-                remedy="keep the model alive, and register it again after replacing it",
-            )
+            raise gone_model()
         return model
 
     def _model_device(self) -> torch.device | None:

@@ -138,6 +138,11 @@ class DynamoClient(VLLMClient):
         answer = self._send(_LOOKS[family], "connect", deadline, {})
         return self._dynamo.vllm_release if answer.status_code == 200 else None
 
+    def label(self, deadline: Deadline) -> str | None:
+        """The version label; none between an update and its number, when it is ``unknown``."""
+        told = super().label(deadline)
+        return None if told == "unknown" else told
+
     def reset_prefix_cache(self, deadline: Deadline, *, running: bool = False) -> bool:
         """Empties the prefix cache; a sidecar does it by a pause, for which requests wait.
 
