@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from weight_update import (
     SGLangWeightSyncScheme,
     WeightUpdateError,
 )
+from weight_update.collectors.worker_counting import count_at
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 from .trial import MIXED, NEW, OLD, Trial, once
@@ -342,11 +345,47 @@ def test_c66_an_exit_without_a_shutdown_is_clean_when_the_engine_is_frozen(
 # ---- C77
 
 
-@pytest.mark.skip(
-    reason="collectors with workers of their own are refused with advice, so there are no worker "
-    "ids to be one off"
-)
-def test_c77_exactly_the_worker_that_was_named_is_updated() -> None: ...
+class Workers:
+    """A collector with workers, as far as a scheme looks at it; here they are threads."""
+
+    policy = None
+    total = 0
+
+    def __init__(self, scheme: SGLangWeightSyncScheme, num_workers: int) -> None:
+        self.num_workers, self.counted = num_workers, [0] * num_workers
+        scheme.init_on_sender(model_id="policy", context=self, ctx=multiprocessing)
+        ends = scheme._worker_ends._ends
+        for index, end in enumerate(ends):
+            count_at(end, partial(self._count, index))
+        ends.clear()  # connect() closes the parent's copies, and threads have no copies
+        scheme.connect()
+
+    def _count(self, index: int, _: int) -> list[str]:
+        self.counted[index] += 1
+        return []
+
+    def increment_version(self) -> None:
+        self.total += 1
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_c77_a_push_for_any_worker_reaches_the_server_of_all_and_all_count_it(
+    workers: int, engine: ReferenceEngine
+) -> None:
+    """They sample from the same servers: what one has, all have."""
+    scheme = SGLangWeightSyncScheme(engine.url, timeout=60.0)
+    collector = Workers(scheme, workers)
+    named = [*range(workers), list(range(workers)), None]
+    for times, worker_ids in enumerate(named, start=1):
+        scheme.send(kit.llama(1), worker_ids)
+        assert collector.counted == [times] * workers
+    log = kit.Log(engine)
+    for unknown in (workers, -1, [0, workers]):
+        with pytest.raises(ConfigurationError, match=f"there are {workers}, counted from 0"):
+            scheme.send(kit.llama(1), unknown)
+    assert log.count(engine, PAUSE) == 0
+    assert collector.counted == [len(named)] * workers
+    scheme.shutdown()
 
 
 # ---- C78

@@ -95,6 +95,23 @@ def refuse_one_a_worker(weights: Any) -> None:
         )
 
 
+def refuse_unknown_workers(worker_ids: Any, workers: int) -> None:
+    """Raises ConfigurationError for the number of a worker that there is not.
+
+    Args:
+        worker_ids: A number, several, or None for all.
+        workers: How many there are.
+    """
+    named = [] if worker_ids is None else worker_ids
+    unknown = set([named] if isinstance(named, int) else named) - set(range(workers))
+    if unknown:
+        raise ConfigurationError(
+            f"there is no worker {sorted(unknown)[0]}: there are {workers}, counted from 0",
+            phase="plan",
+            remedy="leave worker_ids= out; all workers sample from the same servers",
+        )
+
+
 def refuse_stand_in(collector: Any) -> None:
     """Raises ConfigurationError if the workers would get a policy without its values."""
     policy = getattr(collector, "policy", None)

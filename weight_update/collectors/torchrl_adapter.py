@@ -46,6 +46,7 @@ from weight_update.collectors.collector_weights import (
     named_in,
     refuse_one_a_worker,
     refuse_stand_in,
+    refuse_unknown_workers,
 )
 from weight_update.collectors.counting import Counters, Remote, is_handle
 from weight_update.collectors.remote_counting import Actors
@@ -101,6 +102,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
 
     _training_model: weakref.ref[nn.Module] | None = None
     _model_was_named = False
+    _workers = 1
     _remote: Remote | None = None
     _worker_ends: WorkerEnds | None = None
     _end: Connection | None = None
@@ -180,8 +182,8 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
 
         Args:
             weights: What to send; None takes the registered model, or the collector's policy.
-            worker_ids: Without meaning: all workers sample from the same servers, so the
-                frames of all have the new version.
+            worker_ids: Checked, and without meaning beyond that: all workers sample from the same
+                servers, so the frames of all have the new version.
 
         Raises:
             WeightUpdateError: As ``SGLangWeightSender.update_weights`` does.
@@ -194,6 +196,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
                 "shut down; give each collector a scheme of its own",
             )
         _refuse_second(self, self.context)
+        refuse_unknown_workers(worker_ids, self._workers)
         prepared = self.prepare_weights(weights, self.model_id, self.strategy, self.context)
         self.sender_transports[0].update(lambda: prepared, self._count_elsewhere)
 
@@ -266,6 +269,7 @@ class CollectorScheme(WeightSyncScheme):  # type: ignore[misc]
             self._training_model = weakref.ref(model)
         if not self._sender_transports:
             self._register_worker_sender(worker_idx=0, transport=self._followed_transport())
+        self._workers = context.num_workers if ctx is not None else len(remote_collectors or [self])
         if _counts_versions(context, self.model_id):
             self._reach(context, ctx, remote_collectors)
         if remote_collectors is None and context is not None:
