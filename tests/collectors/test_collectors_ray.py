@@ -30,17 +30,15 @@ PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster() -> Iterator[None]:
     """A cluster of this machine alone; actors run where tests cannot be imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        me = sys.modules[__name__]
-        for module in (worlds, me):
-            ray.cloudpickle.register_pickle_by_value(module)
-        with ray_cluster.cluster(ray, 3):
-            yield
-        for module in (worlds, me):
-            ray.cloudpickle.unregister_pickle_by_value(module)
+    me = sys.modules[__name__]
+    for module in (worlds, me):
+        ray.cloudpickle.register_pickle_by_value(module)
+    with ray_cluster.cluster(ray, 3):
+        yield
+    for module in (worlds, me):
+        ray.cloudpickle.unregister_pickle_by_value(module)
 
 
 @dataclass

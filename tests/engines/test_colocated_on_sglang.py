@@ -11,6 +11,7 @@ import pytest
 import requests
 from torch import nn, optim
 
+from tests.synchronizers import ray_cluster
 from weight_update import EngineState, WeightUpdateError
 from weight_update.engines.sglang import actor
 from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer
@@ -165,13 +166,10 @@ def test_a_ray_actor_in_front_of_the_server_serves_as_well(sglang_at_a: SGLangSe
     assert serves(sglang_at_a, SEED_A)
     # Its workers cannot import tests, so the class goes along.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
+    with ray_cluster.cluster(ray, 2):
         handle = ray.remote(RoutedServer).options(num_cpus=0).remote(sglang_at_a.url)
         with synchronizer(handle, tiny_llama(SEED_B), []) as sync:
             sync.sync_weights()
             assert list(sync.report.engines) == [actor.name_of(handle)]
-    finally:
-        ray.shutdown()
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     assert serves(sglang_at_a, SEED_B, FRESH)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +19,15 @@ def cluster(ray: Any, num_cpus: int) -> Iterator[Any]:
             raise
         ray.shutdown()
         _start(ray, num_cpus)
-    yield ray
-    ray.shutdown()
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _start(ray: Any, num_cpus: int) -> None:
+    # Ray keeps the first token of a process for all of its clusters, and would write one to HOME.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
     ray.init(
         num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, configure_logging=False
     )
