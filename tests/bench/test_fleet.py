@@ -70,8 +70,10 @@ def test_an_update_asks_nothing_twice_and_waits_for_no_answer_that_it_does_not_n
         assert [path for path in row["requests"] if path not in looks] == ASKED_IN_TURN
         assert row["requests"].count("/server_info") == LOOKS
         assert row["requests"].count("/ready") == 1
-        # Where a machine is busy, a look's calls may come one after the other all the same.
-        assert len(ASKED_IN_TURN) + LOOKS <= row["round_trips"] <= len(row["requests"])
+        # One look goes beside the stamp. Where a machine is busy, calls that go side by side may
+        # come one after the other all the same.
+        least = len(ASKED_IN_TURN) + LOOKS - 1
+        assert least <= row["round_trips"] <= len(row["requests"])
 
 
 def test_an_engine_that_holds_something_else_is_noticed(monkeypatch: pytest.MonkeyPatch):

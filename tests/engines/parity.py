@@ -97,6 +97,8 @@ class Player:
     def generate(self, step: Generate) -> Observation:
         """Tokens, versions and what came from the cache."""
         answer = self._request("POST", "/generate", _body(step.prompt, step.count)).json()
+        if not self._running:  # the answer may come before its end: releasing memory would kill
+            _wait_for(lambda: self._load("num_running_reqs") == 0)
         meta = answer["meta_info"]
         keys = ("weight_version", "weight_versions", "cached_tokens")
         return [answer["output_ids"], *(meta.get(key, MISSING) for key in keys)]
