@@ -16,6 +16,8 @@ from weight_update.engines.sglang.capabilities import PROBED_ROUTES
 from weight_update.engines.sglang.names import compare_names
 from weight_update.weights.specs import TensorSpec
 
+from .findings import found
+
 URL = "http://10.0.0.5:30000"
 ROUTES = {**dict.fromkeys(PROBED_ROUTES, True), "/get_load": False}
 INFO = {"version": "0.5.23", "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": "float32"}
@@ -42,16 +44,6 @@ CHECKPOINT = ModelFacts("/ckpt", SPECS)
 def server(**changes: Any) -> Facts:
     info = {**INFO, **changes.pop("info", {})}
     return Facts((replace(HEALTHY, info=info, **changes),), NEAR)
-
-
-def found(facts: Facts) -> str:
-    """Everything that was found, a line each."""
-    diagnosis = diagnose(facts)
-    lines = [f"problem: {p.what} [{p.where}] -> {p.remedy}" for p in diagnosis.problems]
-    for each in diagnosis.servers:
-        lines += [f"warning: {w['what']} -> {w['remedy']}" for w in each["warnings"]]
-        lines += [f"unknown: {what}" for what in each["unknown"]]
-    return "\n".join(lines)
 
 
 def test_a_healthy_server_would_take_an_update() -> None:

@@ -16,6 +16,8 @@ from weight_update.engines.vllm.capabilities import PROBED_ROUTES
 from weight_update.engines.vllm.client import PAUSE_ROUTE
 from weight_update.weights.specs import TensorSpec
 
+from .findings import found
+
 URL = "http://10.0.0.5:8000"
 ROUTES = dict.fromkeys((PAUSE_ROUTE, *PROBED_ROUTES), True)
 EXTENSION = "weight_update.vllm_worker.WorkerExtension"
@@ -43,16 +45,6 @@ def server(*, way: dict[str, Any] | None = None, **changes: Any) -> Facts:
     info = {**INFO, **changes.pop("info", {})}
     routes = {**ROUTES, **changes.pop("routes", {})}
     return Facts((replace(HEALTHY, info=info, routes=routes, **changes),), NEAR, **(way or {}))
-
-
-def found(facts: Facts) -> str:
-    """Everything that was found, a line each."""
-    diagnosis = diagnose(facts)
-    lines = [f"problem: {p.what} [{p.where}] -> {p.remedy}" for p in diagnosis.problems]
-    for each in diagnosis.servers:
-        lines += [f"warning: {w['what']} -> {w['remedy']}" for w in each["warnings"]]
-        lines += [f"unknown: {what}" for what in each["unknown"]]
-    return "\n".join(lines)
 
 
 def test_a_healthy_server_is_described_in_the_form_of_all_servers() -> None:

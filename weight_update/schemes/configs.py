@@ -31,16 +31,8 @@ class _SchemeConfig:
 
 
 @dataclass
-class SGLangWeightSyncSchemeConfig(_SchemeConfig):
-    """The arguments of :class:`~weight_update.SGLangWeightSyncScheme`, which explains them.
-
-    Example:
-        >>> from hydra.utils import instantiate
-        >>> instantiate(SGLangWeightSyncSchemeConfig(server_url="http://127.0.0.1:30000"))
-        SGLangWeightSyncScheme('http://127.0.0.1:30000', strategy='tensordict')
-    """
-
-    _target_: str = "weight_update.SGLangWeightSyncScheme"
+class _ServersConfig(_SchemeConfig):
+    """The arguments that schemes of either engine have."""
 
     server_url: Any = _NEEDED  # a URL, or a list of them
     master_address: str | None = None
@@ -54,8 +46,6 @@ class SGLangWeightSyncSchemeConfig(_SchemeConfig):
     bucket_bytes: int | None = None
     load_format: str = "auto"
     transport: str = "auto"
-    directory: str | None = None
-    trainer_ranks: str = "one"
     dtype: Any = None  # "engine", or {_target_: hydra.utils.get_object, path: torch.bfloat16}
     name_map: Any = None  # a table, or {_target_: hydra.utils.get_method, path: ...}
     trim_vocabulary: bool = False
@@ -75,7 +65,23 @@ class SGLangWeightSyncSchemeConfig(_SchemeConfig):
 
 
 @dataclass
-class VLLMWeightSyncSchemeConfig(_SchemeConfig):
+class SGLangWeightSyncSchemeConfig(_ServersConfig):
+    """The arguments of :class:`~weight_update.SGLangWeightSyncScheme`, which explains them.
+
+    Example:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(SGLangWeightSyncSchemeConfig(server_url="http://127.0.0.1:30000"))
+        SGLangWeightSyncScheme('http://127.0.0.1:30000', strategy='tensordict')
+    """
+
+    _target_: str = "weight_update.SGLangWeightSyncScheme"
+
+    directory: str | None = None
+    trainer_ranks: str = "one"
+
+
+@dataclass
+class VLLMWeightSyncSchemeConfig(_ServersConfig):
     """The arguments of :class:`~weight_update.VLLMWeightSyncScheme`, which explains them.
 
     Example:
@@ -86,35 +92,7 @@ class VLLMWeightSyncSchemeConfig(_SchemeConfig):
 
     _target_: str = "weight_update.VLLMWeightSyncScheme"
 
-    server_url: Any = _NEEDED  # a URL, or a list of them
-    master_address: str | None = None
-    master_port: int | None = None
-    num_gpus: int | None = None
-    strategy: str = "tensordict"
-    device: Any = None  # an index or a name
-    flush_cache_on_update: bool | None = None
-    pause_mode: str | None = None
-    backend: str = "auto"
-    bucket_bytes: int | None = None
-    load_format: str = "auto"
-    transport: str = "auto"
-    dtype: Any = None  # "engine", or {_target_: hydra.utils.get_object, path: torch.bfloat16}
-    name_map: Any = None  # a table, or {_target_: hydra.utils.get_method, path: ...}
-    trim_vocabulary: bool = False
-    check_finite: bool = False
-    lora: str = "merge"
     adapter_directory: str | None = None
-    lora_name: str = "policy"
-    timeout: float = 300.0
-    tls_verify: bool = True
-    ca_file: str | None = None
-    use_proxies: bool = False
-    on_failure: str = "hold"
-    quorum: Any = "all"  # or a number
-    initial_version: int | None = None
-    verify: str = "auto"
-    when_busy: str = "wait"
-    stale_cache: str = "warn"
     gpus_per_replica: int | None = None
     num_replicas: int | None = None
 
