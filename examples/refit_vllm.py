@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from weight_update.ports import free_port
 from weight_update.synchronizers import (
     StaticCluster,
     TorchPolicy,
@@ -136,9 +136,7 @@ def started() -> Iterator[str]:
         sys.exit(f"{ENGINE} is not there: run `make engines ENGINES=vllm-0.32.0` first")
     with tempfile.TemporaryDirectory() as home:
         model = save(tiny_llama(seed=0), Path(home) / "model")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         arguments = ["--model", model, "--port", str(port), *EXTENSION, *CPU_BACKEND]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "EXIT_ON_STDIN_EOF": "1"}
         with (Path(home) / "server.log").open("w+") as log:

@@ -17,6 +17,7 @@ from integration.trainers import Trainers
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, UpdateTimeout
 from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions
+from weight_update.ports import free_port
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.transports.address import choose_address
 from weight_update.waiting import Deadline
@@ -116,12 +117,6 @@ def test_c20_a_session_that_a_dead_trainer_left_open_is_closed(engine: Reference
 def known_groups() -> tuple[int, int, int]:
     world = dist.distributed_c10d._world
     return world.group_count, len(world.pg_map), len(world.pg_names)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_c37_one_port_serves_group_after_group_each_with_a_new_name(

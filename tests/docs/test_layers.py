@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "options": BASE,
     "report": BASE,
     "waiting": BASE,
+    "ports": set(),
     "rollouts": {"errors"},
     "torch_private": {"errors"},
     "weights": BASE | TORCH,
@@ -35,8 +36,8 @@ MAY_IMPORT = {
     "synchronizers": BASE | {"weights", "transports", "engines", "update", "delivery"},
     "vllm_worker": set(),
     "reference_engine": set(),
-    "demo": PUBLIC | {"reference_engine"},
-    "bench": PUBLIC | {"reference_engine", "weights", "transports"},
+    "demo": PUBLIC | {"ports", "reference_engine"},
+    "bench": PUBLIC | {"ports", "reference_engine", "weights", "transports"},
 }
 ANY = {"__init__", "cli"}
 IMPORTS = (ast.Import, ast.ImportFrom)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import requests
+
+from weight_update.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENGINES = REPOSITORY / ".engines"
@@ -39,7 +40,7 @@ class EngineServer:
         """Choose a free port; nothing is started yet."""
         self.engine = engine
         self.log_path = log_path
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -188,14 +189,6 @@ def _is_healthy(url: str) -> bool:
         return requests.get(f"{url}/health", timeout=5).status_code == 200
     except requests.RequestException:
         return False
-
-
-def _free_port() -> int:
-    """A port with 10,000 more above it: SGLang 0.5.15 takes one there for gRPC, or ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-        return port if port + 10_000 < 1 << 16 else _free_port()
 
 
 def _engine_environment() -> dict[str, str]:

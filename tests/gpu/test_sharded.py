@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weight_update.ports import free_port
 from weight_update.reference_engine import ReferenceEngine
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -23,19 +23,13 @@ SCRIPT = Path(__file__).with_name("sharded_trainer.py")
 PROMPT = [3, 14, 15]
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def test_two_gpus_push_a_sharded_model_after_each_step(tmp_path: Path) -> None:
     sys.path.insert(0, str(SCRIPT.parent))
     from sharded_trainer import llama
 
     saved = tmp_path / "whole.pt"
     with ReferenceEngine(llama(0)) as engine:
-        port = free_port()
+        port = str(free_port())
         environment = os.environ | {"SAVED": str(saved)}
         ranks = [
             subprocess.Popen(

@@ -10,7 +10,6 @@ import gc
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 from weight_update import EngineState, WeightUpdateError
+from weight_update.ports import free_port
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer
 
@@ -178,18 +178,12 @@ def test_a_failed_sync_gives_the_optimizer_its_memory_back_and_the_next_one_heal
         assert wrong(engine, policy.model) == []
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 @two_gpus
 def test_each_rank_of_an_engine_opens_the_memory_of_its_own_gpu(tmp_path: Path) -> None:
     """Two ranks of a trainer, FSDP2 over NCCL, and an engine's two ranks on the same GPUs."""
     saved = tmp_path / "whole.pt"
     with ReferenceEngine(llama(0), device="cuda:0", tp=2) as engine:
-        port, environment = free_port(), os.environ | {"SAVED": str(saved)}
+        port, environment = str(free_port()), os.environ | {"SAVED": str(saved)}
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(rank), port, engine.url],

@@ -6,7 +6,6 @@ Run it where three GPUs are: ``pytest tests/gpu``. Elsewhere it is skipped.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weight_update.ports import free_port
 from weight_update.reference_engine import ReferenceEngine
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
@@ -23,18 +23,12 @@ RANKS = 2
 PROMPT = [3, 14, 15]
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def test_two_gpus_of_a_trainer_send_to_a_third_through_one_communicator() -> None:
     sys.path.insert(0, str(SCRIPT.parent))
     from sharded_trainer import llama
 
     with ReferenceEngine(llama(0), device="cuda:2") as engine:
-        port = free_port()
+        port = str(free_port())
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(rank), str(RANKS), port, engine.url],

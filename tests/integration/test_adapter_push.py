@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from peft import get_peft_model_state_dict
 from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme
 from weight_update.engines.lora import AdapterCourier
 from weight_update.errors import ConfigurationError, EngineRejected
+from weight_update.ports import free_port
 
 from .adapter_server import LOAD, UNLOAD, AdapterServer, policy
 from .kit import llama
@@ -178,9 +178,7 @@ def test_no_copy_of_an_adapter_outlives_its_push(
 
 
 def test_the_ranks_of_a_sharded_trainer_push_it_together(servers: Servers) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     urls = [server.url for server in servers]
     command = [sys.executable, "-m", "tests.integration.sharded_policy"]
     ranks = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -30,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainers import LAYOUTS, fsdp2, llama, mesh_of
 
 from weight_update import SGLangWeightSyncScheme, WeightUpdateError
+from weight_update.ports import free_port
 from weight_update.torch_private.process_groups import default_store
 from weight_update.weights.shards import gather
 
@@ -420,12 +420,6 @@ def serve(suites: Suites) -> None:
         for child in children:
             os.waitpid(child, 0)
         (home / "done").touch()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def start(rank: int, port: int, home: Path, asked: dict[str, Any], suite: Any) -> int:

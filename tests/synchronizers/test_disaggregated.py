@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, LEAVE, PAUSE, UPD
 
 from weight_update import ConfigurationError, EngineState, WeightUpdateError
 from weight_update.errors import EngineRejected, UpdateTimeout
+from weight_update.ports import free_port
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer
 from weight_update.transports.process_group import UpdateGroup
@@ -171,12 +171,6 @@ def test_the_transfer_is_timed_under_its_label(engine: ReferenceEngine):
         sync.sync_weights(timer=Timer())
 
     assert timed == ["prepare_for_generation/transfer_and_update_weights"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_every_rank_of_a_sharded_trainer_calls_and_all_get_the_same(two: list[ReferenceEngine]):

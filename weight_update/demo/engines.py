@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Literal, Protocol
 import requests
 
 from weight_update.demo.sampler import REQUESTS_IN_FLIGHT, DemoError
+from weight_update.ports import free_port
 from weight_update.reference_engine import ReferenceEngine
 
 EngineKind = Literal["reference", "sglang"]
@@ -120,7 +120,7 @@ class SGLangOnCPU:
     """
 
     def __init__(self, installation: Installation, checkpoint: Path, home: Path) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self._log = home / f"sglang-{self._port}.log"
         command = [str(installation.python), str(installation.launcher)]
         command += self._arguments(checkpoint)
@@ -184,12 +184,6 @@ class SGLangOnCPU:
             return session.get(f"{self.url}/health", timeout=5).status_code == 200
         except requests.RequestException:
             return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _environment() -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from weight_update.bench.machine import PeakMemory
 from weight_update.bench.models import ModelShape
 from weight_update.bench.planning import timed
 from weight_update.bench.rows import Pair, Row
+from weight_update.ports import free_port
 from weight_update.weights.buckets import DEFAULT_BUCKET_BYTES
 
 _RANKS = 3
@@ -100,7 +100,7 @@ def sharded_rows(
     shape = ModelShape(tensors, nbytes)
     with tempfile.TemporaryDirectory(prefix="weight-update-bench-") as home:
         with _saved(shape) as directory, ReferenceEngine(directory, startup_timeout=300) as engine:
-            job = _Job(shape, ranks, rounds, bucket_bytes, engine.url, home, _free_port())
+            job = _Job(shape, ranks, rounds, bucket_bytes, engine.url, home, free_port())
             with _memory_given_back():
                 start_processes(_rank, (job,), nprocs=ranks, start_method="spawn")  # type: ignore[no-untyped-call]
             held = engine_digests(engine.url)
@@ -311,9 +311,3 @@ def _saved(shape: ModelShape) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="weight-update-bench-") as directory:
         shape.build(torch.device("cpu")).save_pretrained(directory)
         yield directory
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
