@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,27 @@ def hook_the_state_dict(model: TwoLinears) -> None:
     model.first.register_state_dict_post_hook(rename)
 
 
+def script_a_child(model: TwoLinears) -> None:
+    model.second = torch.jit.script(model.second)
+
+
+class Doubling(nn.Linear):
+    """Saves something else than it holds."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool):
+        destination[f"{prefix}weight"] = self.weight * 2
+
+
+def give_another_class(model: TwoLinears) -> None:
+    model.second.__class__ = Doubling
+
+
+def put_a_method_in_front(model: TwoLinears) -> None:
+    """As recipes do that have ``save_pretrained`` write the adapters alone."""
+    saved = model.state_dict
+    model.state_dict = lambda *args, **kwargs: {"first.bias": saved(*args, **kwargs)["first.bias"]}
+
+
 CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     replace_a_parameter,
     swap_the_data,
@@ -157,6 +179,9 @@ CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     swap_two_tensors,
     move_a_child_to_an_absent_neighbour,
     hook_the_state_dict,
+    script_a_child,
+    give_another_class,
+    put_a_method_in_front,
 )
 
 
@@ -292,10 +317,6 @@ def test_adapters_that_are_added_later_are_merged():
 
 
 def test_a_state_dict_of_temporary_tensors_is_read_anew_each_time():
-    class Doubling(nn.Linear):
-        def _save_to_state_dict(self, destination, prefix, keep_vars):
-            destination[f"{prefix}weight"] = self.weight * 2
-
     model = Doubling(2, 2)
     cache = known(model)
     assert_equal(cache.extract(model), extract_weights(model))
@@ -315,6 +336,33 @@ def test_a_known_model_can_swap_its_tensors():
     model = TwoLinears()
     cache = known(model)
     torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.ones(4, 4)))
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def hooked(model: TwoLinears) -> None:
+    factor = torch.tensor(2.0)
+
+    def multiply(module, state, prefix, metadata):
+        state[f"{prefix}bias"] = state[f"{prefix}bias"] * factor
+
+    model.first.register_state_dict_post_hook(multiply)
+    model.factor = factor
+
+
+def with_a_method_in_front(model: TwoLinears) -> None:
+    model.factor = torch.tensor(2.0)
+    saved = model.state_dict
+    model.state_dict = lambda *args, **kwargs: {
+        name: value * model.factor for name, value in saved(*args, **kwargs).items()
+    }
+
+
+@pytest.mark.parametrize("makes", [hooked, with_a_method_in_front])
+def test_what_else_than_its_tensors_makes_a_state_dict_is_asked_each_time(makes):
+    model = TwoLinears()
+    makes(model)
+    cache = known(model)
+    model.factor.fill_(3.0)
     assert_equal(cache.extract(model), extract_weights(model))
 
 

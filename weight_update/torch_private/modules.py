@@ -42,7 +42,10 @@ def own_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, 
 
 
 def saved_by(module: nn.Module) -> tuple[object, ...]:
-    """What decides, beside its tensors, what a module's ``state_dict`` has: its class and hooks.
+    """What decides, beside its tensors, what a module's ``state_dict`` has.
+
+    That is its class, or a method that was put in front of its class's, its hooks, and which of
+    its buffers are not saved.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -51,4 +54,24 @@ def saved_by(module: nn.Module) -> tuple[object, ...]:
         >>> saved_by(layer) == before
         False
     """
-    return type(module), *module._state_dict_hooks, *module._state_dict_pre_hooks
+    hooks = (*module._state_dict_hooks, *module._state_dict_pre_hooks)
+    own = module.__dict__.get("state_dict")
+    return type(module), own, *hooks, *module._non_persistent_buffers_set
+
+
+def saves_its_tensors(module: nn.Module) -> bool:
+    """Whether the module's part of a ``state_dict`` is its own tensors, as they are.
+
+    Example:
+        >>> saves_its_tensors(nn.Linear(1, 1)), saves_its_tensors(torch.jit.script(nn.ReLU()))
+        (True, False)
+    """
+    kind = type(module)
+    return (
+        not isinstance(module, torch.jit.ScriptModule)
+        and kind.state_dict is nn.Module.state_dict
+        and "state_dict" not in module.__dict__
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and not module._state_dict_hooks
+        and not module._state_dict_pre_hooks
+    )

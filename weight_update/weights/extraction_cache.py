@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
+from weight_update.torch_private.modules import saves_its_tensors
 from weight_update.weights.extract import extract_weights, from_state_dict
 from weight_update.weights.families.convert import Converter
 from weight_update.weights.lora.known import KnownAdapted, known_adapted
 from weight_update.weights.lora.merge import is_plain, merges_itself
+from weight_update.weights.marks import Marks
 from weight_update.weights.names import bare_name, unwrap
 from weight_update.weights.owned import ORDINARY, Owned, owned
 from weight_update.weights.shards.gather import is_shard
@@ -25,11 +26,12 @@ from weight_update.weights.state import state_of
 class ExtractionCache:
     """Extracts weights, and remembers what it found out about the last module.
 
-    A module whose ``state_dict`` has the same names, dtypes, shapes and places in memory as
-    before costs one walk over it, and so does one with LoRA adapters that are active, scaled and
-    merged as before. No tensor of a module is referred to between updates: a trainer may replace,
-    swap and free its tensors as if nobody had looked at them. Models with other adapters, sharded
-    ones and mappings are extracted anew each time.
+    A module whose tensors have the same names, dtypes, shapes and places in memory as before
+    costs one walk over it, and so does one with LoRA adapters that are active, scaled and merged
+    as before. No tensor of a module is referred to between updates: a trainer may replace, swap
+    and free its tensors as if nobody had looked at them. Models with other adapters, with a
+    ``state_dict`` of their own or hooks on it, sharded ones and mappings are extracted anew each
+    time.
 
     Example:
         >>> cache = ExtractionCache()
@@ -69,85 +71,48 @@ def _nothing() -> None:
     """Nothing was extracted yet."""
 
 
-class _Entry(NamedTuple):
-    """One entry of a ``state_dict``, and all that its spec and its ties were made from."""
-
-    owner: Callable[[], nn.Module | None]
-    key: str
-    kind: type[torch.Tensor]
-    address: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    device: torch.device
-
-
 @dataclass(frozen=True)
 class _Known:
     """A model that was extracted.
 
     Attributes:
         module: Itself.
-        names: Those of its ``state_dict``.
-        entries: Its tensors.
+        marks: What its weights were found by.
         weights: What is sent, read from whoever owns it.
     """
 
     module: Callable[[], nn.Module | None]
-    names: tuple[str, ...]
-    entries: tuple[_Entry, ...]
+    marks: Marks
     weights: tuple[Weight, ...]
 
     def holds_for(self, module: nn.Module) -> bool:
-        if self.module() is not module or merges_itself(module):
-            return False
-        state = state_of(module)
-        values = list(state.values())
-        return self.names == tuple(state) and _are_at(self.entries, values)
-
-
-def _are_at(entries: Iterable[_Entry], values: Iterable[Any]) -> bool:
-    """Whether all is where it was; one loop with few calls, since there may be 50,000 entries."""
-    try:
-        for entry, value in zip(entries, values, strict=True):
-            owner, key, kind, address, dtype, shape, stride, device = entry
-            if (
-                type(value) is not kind
-                or value.data_ptr() != address
-                or value.dtype is not dtype
-                or value.shape != shape
-                or value.stride() != stride
-                or value.device != device
-                or owner().__getattr__(key) is not value  # type: ignore[union-attr]
-            ):
-                return False
-    except AttributeError:  # an owner is gone, or has it no more
-        return False
-    return True
+        return self.module() is module and not merges_itself(module) and self.marks.hold_for(module)
 
 
 def _known(module: nn.Module) -> _Known | None:
-    """What to remember; None where names and places in memory do not tell all."""
-    if is_wrapped(module) or not is_plain(module):
+    """What to remember; None where marks do not tell all."""
+    if is_wrapped(module) or not is_plain(module) or not _saves_its_tensors(module):
         return None
     state = state_of(module)
     owners = {bare_name(name): own for name in state if (own := owned(module, name))}
-    if not state or len(owners) < len(state) or not all(map(_is_ordinary, state.values())):
+    if not state or len(owners) < len(state):
         return None
-    entries = tuple(_entry(*pair) for pair in zip(owners.values(), state.values(), strict=True))
+    if not all(map(_is_read_by, owners.values(), state.values())):
+        return None
     convert = Converter(module, hold=False)  # all values are views
     weights = (_by_owner(weight, owners[weight.spec.name]) for weight in from_state_dict(state))
     sent = Lasting(part for weight in weights for part in convert(weight))
-    return _Known(weakref.ref(module), tuple(state), entries, sent)
+    return _Known(weakref.ref(module), Marks.of(module), sent)
 
 
-def _is_ordinary(value: Any) -> bool:
-    return type(value) in ORDINARY and not is_shard(value)
+def _saves_its_tensors(module: nn.Module) -> bool:
+    return all(map(saves_its_tensors, module.modules()))
 
 
-def _entry(own: Owned, value: torch.Tensor) -> _Entry:
-    place = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
-    return _Entry(own.owner, own.key, type(value), *place)
+def _is_read_by(own: Owned, value: Any) -> bool:
+    """Whether whoever owns a value tells it, and its place tells the rest."""
+    ordinary = type(value) in ORDINARY and not is_shard(value)
+    return ordinary and own.tells(value)
 
 
 def _by_owner(weight: Weight, own: Owned) -> Weight:

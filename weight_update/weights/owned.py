@@ -40,6 +40,14 @@ class Owned:
         value: torch.Tensor = tensor.detach()
         return value
 
+    def tells(self, value: object) -> bool:
+        """Whether this is what it reads."""
+        owner: Any = self.owner()
+        try:
+            return owner.__getattr__(self.key) is value
+        except AttributeError:
+            return False
+
     @property
     def is_contiguous(self) -> bool:
         """Whether reading it makes a contiguous value."""

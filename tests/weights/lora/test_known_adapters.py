@@ -219,6 +219,31 @@ def has_another_class(model: Any) -> None:
     model.base_model.model.lm_head.__class__ = Doubling
 
 
+def test_a_buffer_that_is_no_longer_saved_is_not_sent(make_llama) -> None:
+    llama = make_llama()
+    llama.model.norm.register_buffer("kept", torch.ones(2))
+    model = adapted(llama)
+    cache = known(model)
+    assert "model.norm.kept" in values(cache.extract(model))
+
+    llama.model.norm.register_buffer("kept", llama.model.norm.kept, persistent=False)
+
+    assert "model.norm.kept" not in values(cache.extract(model))
+
+
+def test_a_hook_that_makes_something_else_each_time_is_asked_each_time(make_llama) -> None:
+    model, factor = adapted(make_llama()), torch.tensor(2.0)
+
+    def multiply(_: nn.Module, state: dict[str, Any], *__: object) -> None:
+        state["model.norm.weight"] = state["model.norm.weight"] * factor
+
+    model.base_model.model.register_state_dict_post_hook(multiply)
+    cache = known(model)
+    factor.fill_(3.0)
+
+    assert_same(values(cache.extract(model)), values(extract_weights(model)))
+
+
 @pytest.mark.parametrize("change", [has_a_hook, has_another_class])
 def test_a_module_that_saves_itself_otherwise_now_is_extracted_anew(make_llama, change) -> None:
     model = adapted(make_llama())

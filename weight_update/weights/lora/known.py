@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from weight_update.torch_private.modules import own_tensors, saved_by, walk
+from weight_update.torch_private.modules import own_tensors, saves_its_tensors, walk
 from weight_update.weights.extract import merged_weights
 from weight_update.weights.families.convert import Converter
 from weight_update.weights.lora.dense import Dense
 from weight_update.weights.lora.formula import LowRank, Merge
-from weight_update.weights.lora.layers import is_tuner_layer, saved_module, tuner_layer
+from weight_update.weights.lora.layers import (
+    base_model,
+    is_tuner_layer,
+    saved_module,
+    tuner_layer,
+)
 from weight_update.weights.lora.merge import adapter_model
+from weight_update.weights.marks import Marks
 from weight_update.weights.owned import ORDINARY, Owned
 from weight_update.weights.shards.gather import is_shard
 from weight_update.weights.shards.wrapped import is_gathered, is_wrapped
 from weight_update.weights.specs import Lasting, TensorSpec, Weight
 
 _LAYERS = "peft.tuners.lora.layer"
-
-_Place = tuple[str, type, int, tuple[int, ...], torch.dtype, torch.Size, torch.device]
 
 
 class _OutOfTheOrdinary(Exception):
@@ -37,20 +41,25 @@ class KnownAdapted:
 
     Attributes:
         module: Itself.
-        marks: All that its weights were made from, values apart.
+        marks: Of the model that it adapts.
+        layers: Those with adapters.
+        adapters: What each of them does with its adapters.
         weights: What is sent, read from whoever owns it.
     """
 
     module: Callable[[], nn.Module | None]
-    marks: _Marks
+    marks: Marks
+    layers: tuple[Callable[[], nn.Module | None], ...]
+    adapters: list[object]
     weights: tuple[Weight, ...]
 
     def holds_for(self, module: nn.Module) -> bool:
         """Whether the module is the same, and would be extracted alike."""
-        if self.module() is not module:
-            return False
-        base = adapter_model(module)
-        return base is not None and self.marks.hold_for(base)
+        return (
+            self.module() is module
+            and self.marks.hold_for(base_model(module))
+            and _adapters(layer() for layer in self.layers) == self.adapters
+        )
 
 
 def known_adapted(module: nn.Module) -> KnownAdapted | None:
@@ -75,56 +84,12 @@ def known_adapted(module: nn.Module) -> KnownAdapted | None:
     except _OutOfTheOrdinary:
         return None
     sent = Lasting(part for weight in weights for part in convert(weight))
-    return KnownAdapted(weakref.ref(module), _Marks.of(base), sent)
+    layers = [part for _, part in walk(base) if is_tuner_layer(part)]
+    refs = tuple(weakref.ref(layer) for layer in layers)
+    return KnownAdapted(weakref.ref(module), Marks.of(base), refs, _adapters(layers), sent)
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """What extraction goes by.
-
-    Attributes:
-        modules: Each under the last part of its name, and how it is saved; a model may change
-            its parts.
-        places: Of all tensors.
-        layers: Which of the modules have adapters.
-        adapters: What each of them does with its adapters.
-    """
-
-    modules: tuple[tuple[str, weakref.ref[nn.Module], tuple[object, ...]], ...]
-    places: list[_Place]
-    layers: list[int]
-    adapters: list[object]
-
-    @classmethod
-    def of(cls, base: nn.Module) -> _Marks:
-        named = walk(base)
-        modules = tuple((name, weakref.ref(part), saved_by(part)) for name, part in named)
-        layers = [i for i, (_, module) in enumerate(named) if is_tuner_layer(module)]
-        return cls(modules, _places(named), layers, _adapters(named, layers))
-
-    def hold_for(self, base: nn.Module) -> bool:
-        named = walk(base)
-        if len(named) != len(self.modules):
-            return False
-        for (name, module), (known, ref, way) in zip(named, self.modules, strict=True):
-            if ref() is not module or name != known or saved_by(module) != way:
-                return False
-        return _adapters(named, self.layers) == self.adapters and _places(named) == self.places
-
-
-def _places(named: Iterable[tuple[str, nn.Module]]) -> list[_Place]:
-    """Of more tensors than a ``state_dict`` has, and in a fraction of its time."""
-    return [
-        (name, type(t), *_address(t), t.dtype, t.shape, t.device)
-        for _, name, t in own_tensors(module for _, module in named)
-    ]
-
-
-def _address(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    return (tensor.data_ptr(), tensor.stride()) if tensor.layout is torch.strided else (0, ())
-
-
-def _adapters(named: Sequence[tuple[str, Any]], layers: Iterable[int]) -> list[object]:
+def _adapters(layers: Iterable[Any]) -> list[object]:
     return [
         (
             layer.disable_adapters,
@@ -133,7 +98,7 @@ def _adapters(named: Sequence[tuple[str, Any]], layers: Iterable[int]) -> list[o
             tuple(layer.scaling.items()),
             tuple(getattr(layer, "lora_variant", ())),
         )
-        for layer in (named[index][1] for index in layers)
+        for layer in layers
     ]
 
 
@@ -144,6 +109,8 @@ def _shows_its_place(tensor: torch.Tensor) -> bool:
 
 def _is_ordinary(module: nn.Module) -> bool:
     """Whether its marks would show all that changes what is sent for it."""
+    if not saves_its_tensors(module):
+        return False
     if is_tuner_layer(module):
         return type(module).__module__ == _LAYERS
     return saved_module(module) is None and tuner_layer(module) is None
