@@ -1,6 +1,6 @@
 # make demo          set up, then train a policy whose weights reach a live engine every step
 # make demo ENGINE=sglang    the same against a real SGLang server (see make engines)
-# make test          set up, then run the tests
+# make test          set up, then run the tests: those on real engines beside all others
 # make engines       install the real engines for the CPU, each in its own environment, but for the
 #                    optional ones (scripts/engines/optional.txt); or those that are named:
 #                    make engines ENGINES="sglang-0.5.23 vllm-0.27.1"
@@ -40,7 +40,7 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),engines)
 	$(BIN)/weight-update demo --engine $(ENGINE)
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python scripts/tests.py
 
 test-torchrl: $(READY)
 	PYTHON=$(BIN)/python bash scripts/torchrl/install.sh $(TORCHRL)

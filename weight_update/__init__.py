@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weight_update.collectors.sglang_wrapper import SGLangWrapper, WeightVersions, staleness
+    from weight_update.delivery.metrics import metrics_of
     from weight_update.errors import (
         ConfigurationError,
         EngineRejected,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         versions_of,
     )
     from weight_update.schemes.fleet import FleetWeightSyncScheme
-    from weight_update.schemes.metrics import metrics_of
     from weight_update.schemes.scheme import SGLangWeightSyncScheme
     from weight_update.schemes.sender import SGLangWeightSender
     from weight_update.schemes.transport import SGLangCollectiveTransport
@@ -68,8 +68,8 @@ _HOMES = {
     "SGLangWrapper": "collectors.sglang_wrapper",
     "WeightVersions": "collectors.sglang_wrapper",
     "staleness": "collectors.sglang_wrapper",
+    "metrics_of": "delivery.metrics",
     "FleetWeightSyncScheme": "schemes.fleet",
-    "metrics_of": "schemes.metrics",
     "SGLangWeightSyncScheme": "schemes.scheme",
     "SGLangWeightSender": "schemes.sender",
     "SGLangCollectiveTransport": "schemes.transport",

@@ -76,6 +76,11 @@ class HttpOptions:
         check_flag("use_proxies", self.use_proxies)
         if self.ca_file is not None and not os.path.exists(self.ca_file):
             raise ConfigurationError(f"ca_file={self.ca_file!r} does not exist")
+        if self.ca_file is not None and not self.tls_verify:
+            raise ConfigurationError(
+                f"ca_file={self.ca_file!r} checks certificates, and tls_verify=False checks none",
+                remedy="leave one of both out",
+            )
 
     @classmethod
     def read(
@@ -171,6 +176,13 @@ class UpdateOptions:
             raise ConfigurationError(
                 "backend='nccl' needs CUDA, and torch sees no GPU",
                 remedy="use backend='gloo', or a CUDA build of torch",
+            )
+        _refuse_nccl_on_the_cpu(self.backend, self.device)
+        if self.flush_cache_on_update is False and self.stale_cache == "refuse":
+            raise ConfigurationError(
+                "stale_cache='refuse' refuses what flush_cache_on_update=False asks for: an update "
+                "that leaves old prefixes in the cache",
+                remedy="leave one of both out",
             )
         if self.flush_cache_on_update and self.effective_pause_mode() != "abort":
             raise ConfigurationError(
@@ -325,6 +337,15 @@ def parse_device(device: DeviceLike) -> torch.device | None:
     if parsed.type == "cuda" and parsed.index is None:
         return torch.device("cuda", 0)
     return parsed
+
+
+def _refuse_nccl_on_the_cpu(backend: Backend, device: DeviceLike) -> None:
+    named = parse_device(device)
+    if backend == "nccl" and named is not None and named.type != "cuda":
+        raise ConfigurationError(
+            f"backend='nccl' does not go with device={str(device)!r}: NCCL moves bytes of a GPU",
+            remedy="leave device=None, or use backend='gloo'",
+        )
 
 
 def check_device_exists(device: torch.device | None) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from weight_update.errors import Phase, WeightUpdateError, kind_of_error
-from weight_update.options import Way
+from weight_update.options import PauseMode, Way
 
 Verification = Literal["checksum", "sample", "unverified", "off"]
 InFlight = Literal["aborted", "retracted", "frozen"]
+_Value = TypeVar("_Value")
 
-_IN_FLIGHT: dict[str, InFlight] = {
+_IN_FLIGHT: dict[PauseMode, InFlight] = {
     "abort": "aborted",
     "retract": "retracted",
     "in_place": "frozen",
@@ -54,6 +55,8 @@ class EngineOutcome:
         detail: Why it is not simply ``new``; empty otherwise.
         verified: How it proved that it holds what was sent: by ``checksum`` or by ``sample``;
             ``unverified`` where there was nothing to compare with, ``off`` when nobody asked.
+        pause_mode: The pause mode of the update on this engine; None outside of an update, or
+            where it ended before any pause was due.
     """
 
     url: str
@@ -62,11 +65,25 @@ class EngineOutcome:
     paused: bool
     detail: str = ""
     verified: Verification = "unverified"
+    pause_mode: PauseMode | None = None
+
+    @property
+    def in_flight(self) -> InFlight | None:
+        """What became of requests that ran when it paused; None where no pause mode is known.
+
+        ``aborted``: ended early, with what they had. ``retracted``: computed anew and carried
+        on by the new weights. ``frozen``: carried on over the old weights' KV cache.
+        """
+        return None if self.pause_mode is None else _IN_FLIGHT[self.pause_mode]
 
     @property
     def held(self) -> bool:
         """Whether it is kept paused because its weights are mixed."""
         return self.paused and self.state is EngineState.MIXED
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome as plain JSON values."""
+        return {**asdict(self), "state": self.state.value, "in_flight": self.in_flight}
 
     def __str__(self) -> str:
         pause = ", paused" if self.paused else ""
@@ -139,7 +156,6 @@ class UpdateReport:
             ``transfer``, ``end``, ``flush``, ``verify``, ``stamp``, ``count``, ``continue``), and
             ``paused`` (from the first pause call to the last continue) and ``total``.
         engines: Outcome by engine URL, as given.
-        pause_mode: The pause mode that was used; in a mixed fleet the hardest on running requests.
         warnings: What the caller should know although the update succeeded.
         route: The way that the bytes took; None before there was one.
 
@@ -166,7 +182,6 @@ class UpdateReport:
     buckets: int
     seconds: Mapping[str, float]
     engines: Mapping[str, EngineOutcome]
-    pause_mode: str = "retract"
     warnings: tuple[str, ...] = field(default=())
     route: Route | None = None
 
@@ -181,13 +196,14 @@ class UpdateReport:
         return max(given, key=get_args(Verification).index, default="unverified")
 
     @property
-    def in_flight(self) -> InFlight:
-        """What became of requests that ran when the engines paused.
+    def pause_mode(self) -> PauseMode | None:
+        """The pause mode; None where engines differ, of which each outcome has its own."""
+        return _only(outcome.pause_mode for outcome in self.engines.values())
 
-        ``aborted``: ended early, with what they had. ``retracted``: computed anew and carried
-        on by the new weights. ``frozen``: carried on over the old weights' KV cache.
-        """
-        return _IN_FLIGHT[self.pause_mode]
+    @property
+    def in_flight(self) -> InFlight | None:
+        """What became of requests that ran when the engines paused; None where that differs."""
+        return _only(outcome.in_flight for outcome in self.engines.values())
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -207,21 +223,19 @@ class UpdateReport:
         if self.route is not None:
             plain["route"]["reasons"] = list(self.route.reasons)
         plain["gigabytes_per_second"] = self.gigabytes_per_second
-        plain["verification"], plain["in_flight"] = self.verification, self.in_flight
-        plain["engines"] = {
-            url: {**asdict(outcome), "state": outcome.state.value}
-            for url, outcome in self.engines.items()
-        }
+        plain["verification"] = self.verification
+        plain["pause_mode"], plain["in_flight"] = self.pause_mode, self.in_flight
+        plain["engines"] = {url: outcome.to_dict() for url, outcome in self.engines.items()}
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> UpdateReport:
         """The report that :meth:`to_dict` made plain; what can be computed is left out."""
         outcomes = {
-            url: EngineOutcome(**{**outcome, "state": EngineState(outcome["state"])})
-            for url, outcome in plain["engines"].items()
+            url: EngineOutcome(**{**_given(EngineOutcome, o), "state": EngineState(o["state"])})
+            for url, o in plain["engines"].items()
         }
-        given = {field.name: plain[field.name] for field in fields(cls)}
+        given = _given(cls, plain)
         given |= {"engines": outcomes, "warnings": tuple(plain["warnings"])}
         if route := plain["route"]:
             given["route"] = Route(**{**route, "reasons": tuple(route["reasons"])})
@@ -242,11 +256,31 @@ class UpdateReport:
         notes = [f"  warning: {warning}" for warning in self.warnings]
         route = [] if self.route is None else [f"  {self.route}"]
         lines = [f"  {line}" for line in self.engine_lines()]
-        return "\n".join([self.headline, *route, *lines, *notes])
+        return "\n".join([self.headline, *route, *lines, *self._fates(), *notes])
+
+    def _fates(self) -> list[str]:
+        """What became of requests in flight, where engines differ in that."""
+        fates: dict[InFlight, list[str]] = {}
+        for outcome in self.engines.values():
+            if outcome.in_flight is not None:
+                fates.setdefault(outcome.in_flight, []).append(outcome.url)
+        parts = [f"{fate} on {', '.join(urls)}" for fate, urls in fates.items()]
+        return [f"  requests in flight: {', '.join(parts)}"] if len(parts) > 1 else []
 
     def _phases(self) -> str:
         phases = [(k, v) for k, v in self.seconds.items() if k not in ("total", "paused")]
         return ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in phases)
+
+
+def _given(kind: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dataclass is made of, without what can be computed."""
+    return {field.name: plain[field.name] for field in fields(kind)}
+
+
+def _only(values: Iterable[_Value]) -> _Value | None:
+    """The value that all share."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
 
 
 def _count(number: int, what: str) -> str:

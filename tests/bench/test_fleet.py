@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
+from tests.cli.kit import run
 from weight_update.bench import fleet
 from weight_update.bench.fleet import FleetJobs, Trace, run_fleet
 from weight_update.bench.models import ModelShape
@@ -99,7 +96,7 @@ def test_requests_that_were_out_at_the_same_time_are_one_round_trip():
     assert trace == Trace(("/a", "/b", "/c", "/d"), trips=3)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def slow() -> Iterator[ReferenceEngine]:
     model = ModelShape(12, 100_000).build(fleet.torch.device("cpu"))
     with ReferenceEngine(model, answer_delay=0.3) as engine:
@@ -113,28 +110,17 @@ def test_every_answer_leaves_later_whatever_it_says(slow: ReferenceEngine, path:
     assert time.perf_counter() - start >= 0.3
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = Path(sys.executable).with_name("weight-update")
-    return subprocess.run(
-        [program, "bench", "fleet", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-
-
 def test_the_command_writes_rows_as_json():
     small = ["--engines", "1", "--rounds", "1", "--latency", "0.01", "--megabytes", "0.2"]
 
-    done = command(*small, "--json")
+    done = run("bench", "fleet", *small, "--json")
 
-    assert done.returncode == 0, done.stderr
-    assert [row["round_trips"] > 0 for row in json.loads(done.stdout)] == [True]
+    assert done.code == 0, done.err
+    assert [row["round_trips"] > 0 for row in done.json] == [True]
 
 
 def test_no_engine_at_all_is_a_wrong_argument():
-    done = command("--engines", "0")
+    done = run("bench", "fleet", "--engines", "0")
 
-    assert done.returncode == 2
-    assert "at least one engine" in done.stderr
+    assert done.code == 2
+    assert "at least one engine" in done.err

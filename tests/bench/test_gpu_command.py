@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.kit import run
 from weight_update.bench.gpu import JOBS
 from weight_update.cli.bench_gpu import GpuJob
 
@@ -55,7 +56,7 @@ def test_with_json_standard_output_is_the_rows_and_nothing_else():
     ],
 )
 def test_jobs_that_cannot_be_run_are_refused_at_once(arguments: tuple[str, ...], words: str):
-    done = bench(*arguments)
+    done = run("bench", "gpu", *arguments)
 
-    assert done.returncode == 2
-    assert words in done.stderr
+    assert done.code == 2
+    assert words in done.err

@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 FAMILIES = ("llama", "moe")
 
 
-def narrow(gpus: int, *jobs: Any, rounds: int = 2) -> dict[str, Row]:
-    how = GpuJobs(gpus, jobs, rounds=rounds, layers=2, device="cpu", shrink=32)
+def narrow(gpus: int, *jobs: Any) -> dict[str, Row]:
+    how = GpuJobs(gpus, jobs, rounds=2, layers=2, device="cpu", shrink=32)
     assert how.objection() is None
     return {row.job: row for row in run_gpu(how, lambda _: None)}
 
@@ -80,10 +80,14 @@ def test_bare_copies_leave_the_tensors_as_they_were():
     assert all(map(torch.equal, tensors, before))
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def between_two(request: pytest.FixtureRequest) -> dict[str, Row]:
+    return narrow(2, request.param)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_between_two_devices_has_three_rows(family: Any):
-    rows = narrow(2, family)
+def test_a_model_between_two_devices_has_three_rows(between_two: dict[str, Row]):
+    rows = between_two
 
     kinds = [row.limit for row in rows.values()]
     assert kinds == ["one huge broadcast", "one huge broadcast", "TorchRL's settings"]
@@ -91,6 +95,10 @@ def test_a_model_between_two_devices_has_three_rows(family: Any):
     transfer, whole, _ = rows.values()
     assert transfer.median.seconds < whole.median.seconds
     assert {"transfer", "pause", "continue"} <= set(whole.to_dict()["seconds_by_phase"])
+
+
+def test_nothing_is_promised_of_a_small_model(between_two: dict[str, Row]):
+    assert all(row.aim is None for row in between_two.values())
 
 
 @pytest.mark.timeout(300)
@@ -146,7 +154,3 @@ def test_each_job_belongs_to_a_number_of_gpus():
 )
 def test_jobs_that_cannot_be_run_are_refused(jobs: GpuJobs, words: str):
     assert words in str(jobs.objection())
-
-
-def test_nothing_is_promised_of_a_small_model():
-    assert all(row.aim is None for row in narrow(2, "llama", rounds=1).values())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli.kit import run
 from weight_update.bench import receiver
 from weight_update.bench.bare import BareBroadcasts
 from weight_update.bench.loopback import LoopbackJobs, digests, engine_digests, run_loopback
@@ -146,7 +147,7 @@ def test_with_json_standard_output_is_the_rows_and_nothing_else():
     ],
 )
 def test_jobs_that_cannot_be_run_are_refused_at_once(arguments: tuple[str, ...], words: str):
-    done = bench(*arguments)
+    done = run("bench", "loopback", *arguments)
 
-    assert done.returncode == 2
-    assert words in done.stderr
+    assert done.code == 2
+    assert words in done.err

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli.kit import run
 from weight_update import EngineOutcome, EngineState, UpdateReport
 from weight_update.bench.soak.checks import Ledger, Seen, lies_in, unhealed
 from weight_update.bench.soak.faults import troubles
@@ -303,14 +304,7 @@ def test_every_step_of_an_update_has_its_troubles():
     ],
 )
 def test_a_soak_that_cannot_be_run_is_refused_at_once(arguments: tuple[str, ...], words: str):
-    command = Path(sys.executable).with_name("weight-update")
-    done = subprocess.run(
-        [command, "bench", "soak", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    done = run("bench", "soak", *arguments)
 
-    assert done.returncode == 2
-    assert words in done.stderr
+    assert done.code == 2
+    assert words in done.err

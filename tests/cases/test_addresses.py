@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from integration import kit, trainers
-from integration.kit import BEGIN, INIT, LEAVE
-from integration.trainers import Trainers
 
+from tests.integration import kit, trainers
+from tests.integration.kit import BEGIN, INIT, LEAVE
+from tests.integration.trainers import Trainers
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, UpdateTimeout
 from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions

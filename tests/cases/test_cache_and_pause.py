@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, FLUSH, PAUSE, UPDATE
 
+from tests.integration import kit
+from tests.integration.kit import BEGIN, CONTINUE, FLUSH, PAUSE, UPDATE
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, UpdateTimeout
 from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integration import kit, trainers
-from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
-from integration.trainers import Trainers
 
+from tests.integration import kit, trainers
+from tests.integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
+from tests.integration.trainers import Trainers
 from weight_update import EngineRejected, EngineUnreachable, UpdateTimeout, WeightUpdateError
 from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.reference_engine import Fault, ReferenceEngine

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from integration import kit
-from integration.kit import CONTINUE, END, INIT, PAUSE, STAMP, UPDATE
 
+from tests.integration import kit
+from tests.integration.kit import CONTINUE, END, INIT, PAUSE, STAMP, UPDATE
 from weight_update import EngineRejected, EngineUnreachable, SGLangWeightSyncScheme
 from weight_update.engines.sglang.client import SGLangClient
 from weight_update.options import HttpOptions

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integration import kit
-from integration.kit import INIT, PAUSE
 from torch import nn
 
+from tests.integration import kit
+from tests.integration.kit import INIT, PAUSE
 from weight_update import (
     ConfigurationError,
     SGLangWeightSyncScheme,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import PAUSE
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.integration import kit
+from tests.integration.kit import PAUSE
 from weight_update import ConfigurationError
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.weights.extract import extract_weights

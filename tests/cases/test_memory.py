@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import UPDATE
 from torch import nn
 
+from tests.integration import kit
+from tests.integration.kit import UPDATE
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.transports.broadcast import BucketPacker
 from weight_update.transports.process_group import UpdateGroup

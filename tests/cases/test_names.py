@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import PAUSE
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchrl.modules import ActorCriticWrapper, ActorValueOperator, ValueOperator
 from torchrl.modules.llm import TransformersWrapper
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
 
+from tests.integration import kit
+from tests.integration.kit import PAUSE
 from weight_update import (
     ConfigurationError,
     WeightMismatchError,
@@ -37,13 +37,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # ---- C14
 
 
-def qwen2(seed: int, tied: bool) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(**kit.SIZES, tie_word_embeddings=tied)).eval()
-
-
 def test_c14_a_tied_model_sends_the_embedding_and_no_head() -> None:
-    names = list(get_model_metadata(qwen2(0, tied=True)))
+    names = list(get_model_metadata(kit.qwen2(0, tied=True)))
     assert names.count(EMBEDDING) == 1
     assert HEAD not in names
 
@@ -62,7 +57,7 @@ class Nested(nn.Module):
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.language_model = qwen2(0, tied)
+        self.language_model = kit.qwen2(0, tied)
         self.visual = nn.Linear(4, 4)
         self.mtp = nn.ModuleDict({"lm_head": nn.Linear(32, 64, bias=False)})
 
@@ -78,12 +73,12 @@ def test_c14_what_is_tied_inside_a_larger_model_travels_once_and_other_heads_are
 
 
 def test_c14_a_tied_engine_takes_a_push_with_and_without_the_head() -> None:
-    with ReferenceEngine(qwen2(0, tied=True)) as engine:
-        for weights in (qwen2(1, tied=True), dict(qwen2(2, tied=True).state_dict())):
+    with ReferenceEngine(kit.qwen2(0, tied=True)) as engine:
+        for weights in (kit.qwen2(1, tied=True), dict(kit.qwen2(2, tied=True).state_dict())):
             with kit.make_sender(engine) as sender:
                 report = sender.update_weights(weights)
             assert report.engines[engine.url].state is NEW
-        assert kit.served(engine) == kit.greedy(qwen2(2, tied=True))
+        assert kit.served(engine) == kit.greedy(kit.qwen2(2, tied=True))
 
 
 # ---- C15
@@ -146,7 +141,7 @@ POLICIES: dict[str, Callable[[Any], nn.Module]] = {
         transformers_wrapper(torch.compile(m))  # type: ignore[arg-type]
     ),
     "ActorCriticWrapper": lambda m: ActorCriticWrapper(
-        td(transformers_wrapper(m)), ValueOperator(qwen2(0, tied=False), in_keys=["hidden"])
+        td(transformers_wrapper(m)), ValueOperator(kit.qwen2(0, tied=False), in_keys=["hidden"])
     ),
     "ActorValueOperator": lambda m: ActorValueOperator(
         td(m.model), td(m.lm_head), ValueOperator(nn.Linear(32, 1), in_keys=["hidden"])

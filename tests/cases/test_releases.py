@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, INIT, PAUSE, UPDATE
 
+from tests.integration import kit
+from tests.integration.kit import BEGIN, CONTINUE, INIT, PAUSE, UPDATE
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.reference_engine import ReferenceEngine
 

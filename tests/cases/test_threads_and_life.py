@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit, trainers
-from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
-from integration.trainers import Trainers
 
+from tests.integration import kit, trainers
+from tests.integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
+from tests.integration.trainers import Trainers
 from weight_update import (
     ConfigurationError,
     EngineState,

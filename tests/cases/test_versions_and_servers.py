@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
 
+from tests.integration import kit
+from tests.integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import PAUSE, UPDATE
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.integration import kit
+from tests.integration.kit import PAUSE, UPDATE
 from weight_update import (
     EngineState,
     Stream,

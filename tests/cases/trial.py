@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import CONTINUE, PAUSE
 
+from tests.integration import kit
+from tests.integration.kit import CONTINUE, PAUSE
 from weight_update import EngineState, SGLangWeightSender, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 

@@ -1,12 +1,12 @@
-"""Two engines and some checkpoints for the folder; engines are put right after each test."""
+"""Two engines on model A, and some checkpoints for the folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
+from tests.integration.kit import revive
 from weight_update.reference_engine import ReferenceEngine
 
 from . import kit
@@ -18,27 +18,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> kit.Checkpoints:
     made = kit.Checkpoints(root / "a", root / "b", root / "wide")
     kit.llama(0).save_pretrained(made.a)
     kit.llama(1).save_pretrained(made.b, max_shard_size="40KB")
-    kit.llama(1, hidden=48).save_pretrained(made.wide)
+    kit.llama(1, hidden_size=48).save_pretrained(made.wide)
     assert len(list(made.b.glob("*.safetensors"))) > 2
     return made
 
 
-@pytest.fixture(scope="session")
-def fleet() -> Iterator[list[ReferenceEngine]]:
-    started = [ReferenceEngine(kit.llama(0), wait=False) for _ in range(2)]
-    for engine in started:
-        engine.wait_until_ready()
-    yield started
-    for engine in started:
-        engine.stop()
-
-
 @pytest.fixture
-def two(fleet: list[ReferenceEngine]) -> Iterator[list[ReferenceEngine]]:
-    """Both engines on model A, unpaused."""
-    yield fleet
-    for engine in fleet:
-        _revive(engine)
+def two(two: list[ReferenceEngine]) -> Iterator[list[ReferenceEngine]]:
+    """Both engines on model A."""
+    for engine in two:
+        _put_on_a(engine)
+    yield two
+    for engine in two:
+        _put_on_a(engine)  # a push by disk moves the model that it shows
 
 
 @pytest.fixture
@@ -54,21 +46,8 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"WEIGHT_UPDATE_{name}", raising=False)
 
 
-def _revive(engine: ReferenceEngine) -> None:
-    if engine.process.poll() is None:
-        with suppress(OSError, RuntimeError):
-            engine.clear_faults()
-            with suppress(RuntimeError):  # there is usually no session to end
-                engine.call("POST", "/end_weight_update", timeout=10)
-            engine.call("POST", "/continue_generation", {}, timeout=10)
-            engine.call("GET", "/ready", timeout=10)
-            if kit.served(engine) == kit.tokens_of(0):
-                return
-            ended = kit.run("push", *kit.servers(engine), _checkpoint_a(engine), "--no-check")
-            if ended.code == 0:
-                return
-    engine.restart()
-
-
-def _checkpoint_a(engine: ReferenceEngine) -> str:
-    return str(engine.call("GET", "/model_info", timeout=10)["model_path"])
+def _put_on_a(engine: ReferenceEngine) -> None:
+    revive(engine)
+    shown = str(engine.call("GET", "/model_info")["model_path"])
+    if kit.served(engine) != kit.tokens_of(0) or shown != engine._options["model"]:
+        engine.restart()

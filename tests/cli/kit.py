@@ -7,81 +7,32 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from tests.integration.kit import (  # noqa: F401 - of use to all tests of the folder
+    is_paused,
+    label,
+    llama,
+    served,
+    tokens_of,
+    wait_for,
+)
 from weight_update.cli.main import app
 from weight_update.reference_engine import ReferenceEngine
 
-PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
-TOKENS = 8
 UPDATE = "/update_weights_from_distributed"
 FROM_DISK = "/update_weights_from_disk"
 PAUSE = "/pause_generation"
+ERROR = sorted(["kind", "message", "engine", "engines", "phase", "remedy"])
+"""What every error in JSON has."""
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
-
-
-@cache
-def llama(seed: int, hidden: int = 32) -> LlamaForCausalLM:
-    """A random Llama; shared, so tests must not change it."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@cache
-def tokens_of(seed: int) -> list[int]:
-    """What the model of a seed generates greedily, by transformers."""
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        out = llama(seed).generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-        )
-    return list(out[0, len(PROMPT) :].tolist())
-
-
-def served(engine: ReferenceEngine) -> list[int]:
-    """What an engine generates."""
-    return list(engine.generate(PROMPT, TOKENS, timeout=20)["output_ids"])
-
-
-def label(engine: ReferenceEngine) -> str:
-    """The version that an engine shows."""
-    return str(engine.call("GET", "/model_info", timeout=20)["weight_version"])
-
-
-def is_paused(engine: ReferenceEngine) -> bool:
-    """Whether an engine holds new requests."""
-    try:
-        engine.call("GET", "/ready", timeout=20)
-    except RuntimeError:
-        return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -117,14 +68,6 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 90.0) -> None:
-    """Polls until ``condition`` is true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition never came true"
-        time.sleep(0.02)
 
 
 class Log:

@@ -109,7 +109,7 @@ def test_other_names_and_shapes_are_problems(
 
 
 def test_a_state_dict_in_a_file_is_compared_too(engine: ReferenceEngine, tmp_path: Path) -> None:
-    torch.save(kit.llama(1, hidden=48).state_dict(), tmp_path / "wide.pt")
+    torch.save(kit.llama(1, hidden_size=48).state_dict(), tmp_path / "wide.pt")
     ended = run("doctor", *servers(engine), "--checkpoint", tmp_path / "wide.pt", "--json")
     assert "(64, 48) in the checkpoint and (64, 32) in the server" in problems(ended)
 

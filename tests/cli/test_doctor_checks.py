@@ -11,9 +11,9 @@ import torch
 
 from weight_update.cli.doctor_checks import diagnose
 from weight_update.cli.doctor_facts import AddressFacts, Facts, ModelFacts
+from weight_update.engines.names import compare_names
 from weight_update.engines.probing import ServerFacts
 from weight_update.engines.sglang.capabilities import PROBED_ROUTES
-from weight_update.engines.sglang.names import compare_names
 from weight_update.weights.specs import TensorSpec
 
 from .findings import found

@@ -21,7 +21,7 @@ from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.report import EngineOutcome, EngineState
 
 from . import kit
-from .kit import Checkpoints, run, served, servers, tokens_of
+from .kit import ERROR, Checkpoints, run, served, servers, tokens_of
 
 B_BYTES = sum(p.nbytes for p in kit.llama(1).parameters())
 
@@ -134,7 +134,8 @@ def test_padding_of_the_vocabulary_is_cut_off_on_request_alone(
 def test_the_way_that_is_asked_for_is_taken_and_named(
     engine: ReferenceEngine, checkpoints: Checkpoints, tmp_path: Path, way: str
 ) -> None:
-    asked = ["--transport", way, "--directory", tmp_path]
+    folder = ["--directory", tmp_path] if way == "disk" else []
+    asked = ["--transport", way, *folder]
 
     ended = run("push", *servers(engine), checkpoints.b, *asked)
 
@@ -448,8 +449,11 @@ def test_a_refused_update_is_told_in_the_engines_words_and_leaves_it_old(
     ended = run("push", *servers(engine), checkpoints.b, "--json", "--timeout", 60)
 
     assert ended.code == 1
-    assert "not today" in ended.json["error"]["message"]
-    assert ended.json["error"]["phase"] == "transfer"
+    error = ended.json["error"]
+    assert "not today" in error["message"]
+    assert (error["kind"], error["phase"]) == ("EngineRejected", "transfer")
+    assert (error["engine"], error["engines"]) == (engine.url, [engine.url])
+    assert sorted(error) == ERROR
     assert ended.json["engines"][engine.url]["state"] == "old"
     assert "Traceback" not in ended.err
     assert served(engine) == tokens_of(0)

@@ -25,17 +25,3 @@ def talker(talking_engine: ReferenceEngine) -> Iterator[ReferenceEngine]:
     kit.relabel(talking_engine, "default")
     yield talking_engine
     kit.revive(talking_engine)
-
-
-@pytest.fixture(scope="session")
-def plain_engine() -> Iterator[ReferenceEngine]:
-    """An engine without a tokenizer."""
-    with ReferenceEngine(kit.llama(0)) as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(plain_engine: ReferenceEngine) -> Iterator[ReferenceEngine]:
-    """The engine without a tokenizer, usable again afterwards."""
-    yield plain_engine
-    kit.revive(plain_engine)

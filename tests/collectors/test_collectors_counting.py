@@ -16,6 +16,7 @@ from tests.integration import kit
 from tests.integration.kit import UPDATE
 from weight_update import ConfigurationError, SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.collectors.counting import Counters
+from weight_update.collectors.remote_counting import register
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 Update = Callable[[], Any]
@@ -217,7 +218,7 @@ def test_collectors_that_share_a_tracker_count_it_once() -> None:
     tracker = PolicyVersion("int")
     counters = Counters()
     for _ in range(2):
-        counters.add(Sharing(tracker))
+        register(counters, Sharing(tracker))
     assert counters.count(1) == []
     assert tracker.version == 1
 
@@ -225,7 +226,7 @@ def test_collectors_that_share_a_tracker_count_it_once() -> None:
 def test_a_tracker_of_a_collector_that_counts_itself_is_left_to_it() -> None:
     tracker = PolicyVersion("int")
     counters = Counters()
-    counters.add(Sharing(tracker))
+    register(counters, Sharing(tracker))
     counters.count(1, [Sharing(tracker)])
     assert tracker.version == 0
 
@@ -236,7 +237,7 @@ def test_collectors_without_a_tracker_all_count() -> None:
     for index in range(2):
         one = Sharing(None)
         one.increment_version = lambda index=index: counted.append(index)  # type: ignore[method-assign]
-        counters.add(one)
+        register(counters, one)
     counters.count(1)
     assert sorted(counted) == [0, 1]
 
@@ -276,8 +277,8 @@ def test_a_collector_that_hangs_keeps_no_other_from_counting(
     stuck = Sharing(None)
     stuck.increment_version = let_go.wait  # type: ignore[method-assign]
     counters = Counters()
-    counters.add(stuck)
-    counters.add(Sharing(tracker))
+    register(counters, stuck)
+    register(counters, Sharing(tracker))
     (warning,) = counters.count(7)
     let_go.set()
     assert "did not return within" in warning
@@ -286,12 +287,12 @@ def test_a_collector_that_hangs_keeps_no_other_from_counting(
 
 def test_what_cannot_count_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no increment_version"):
-        Counters().add(object())
+        register(Counters(), object())
 
 
 def test_a_class_is_no_collector() -> None:
     with pytest.raises(ConfigurationError, match="Collector is a class"):
-        Counters().add(Collector)
+        register(Counters(), Collector)
 
 
 def test_a_collector_that_tracks_no_version_is_warned_of_when_it_is_registered(

@@ -20,6 +20,7 @@ from tests.integration.kit import LEAVE, PAUSE, UPDATE
 from tests.synchronizers import ray_cluster
 from weight_update import SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.collectors.counting import Counters
+from weight_update.collectors.remote_counting import register
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 ray = pytest.importorskip("ray")
@@ -73,12 +74,12 @@ def batches_of(collector: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def shared(cluster: None, plain_engine: ReferenceEngine) -> Iterator[Run]:
+def shared(cluster: None, fleet: list[ReferenceEngine]) -> Iterator[Run]:
     """The run that tests share; its actors collect at their own pace."""
     from torchrl.collectors.distributed import RayCollector
 
-    kit.push(plain_engine, kit.llama(0))
-    scheme = SGLangWeightSyncScheme(plain_engine.url, timeout=60.0)
+    kit.push(fleet[0], kit.llama(0))
+    scheme = SGLangWeightSyncScheme(fleet[0].url, timeout=60.0)
     scheme.register_model(kit.llama(1))
     collector = RayCollector(
         [worlds.Idle] * 2,
@@ -189,7 +190,7 @@ def test_an_actor_counts_once_however_many_handles_stand_for_it(cluster: None) -
     handle = start(Counting)
     counters = Counters()
     for twin in (handle, handle, pickle.loads(pickle.dumps(handle))):
-        counters.add(twin)
+        register(counters, twin)
     assert counters.count(1) == []
     assert ray.get(handle.version.remote(), timeout=PATIENCE) == 1
     ray.kill(handle)
@@ -201,7 +202,7 @@ def test_an_actor_that_is_busy_is_not_waited_for_and_counts_before_its_next_batc
     handle = start(Counting)
     busy = handle.work_until.remote(str(tmp_path / "done"))
     counters = Counters()
-    counters.add(handle)
+    register(counters, handle)
     assert counters.count(1) == []
     counted = handle.version.remote()
     assert ray.wait([busy], timeout=0)[0] == []
@@ -216,7 +217,7 @@ def test_what_an_actor_fails_at_is_told_by_then_or_with_the_next_version(
 ) -> None:
     handle = start(kind)
     counters = Counters()
-    counters.add(handle)
+    register(counters, handle)
     if kind is Counting:
         ray.kill(handle)
     expected = "is gone" if kind is Counting else "no tracker"
@@ -231,7 +232,7 @@ def test_an_actor_that_is_dead_is_told_of_once(cluster: None) -> None:
     dead, alive = start(Counting), start(Counting)
     counters = Counters()
     for handle in (dead, alive):
-        counters.add(handle)
+        register(counters, handle)
     ray.kill(dead)
     told: list[str] = []
     deadline = time.monotonic() + PATIENCE
@@ -253,7 +254,7 @@ def test_an_actor_behind_a_collector_counts_once_and_as_a_handle_does(cluster: N
     collector._collector = handle
     counters = Counters()
     for one in (collector, handle, collector):
-        counters.add(one)
+        register(counters, one)
     assert counters.count(1) == []
     assert ray.get(handle.version.remote(), timeout=PATIENCE) == 1
     ray.kill(handle)

@@ -52,14 +52,14 @@ KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def shared(request: pytest.FixtureRequest, plain_engine: ReferenceEngine) -> Iterator[Run]:
+def shared(request: pytest.FixtureRequest, fleet: list[ReferenceEngine]) -> Iterator[Run]:
     """A run of each kind: one's policies have parameters, the other's ask the engine."""
-    kit.push(plain_engine, kit.llama(0))
-    scheme = SGLangWeightSyncScheme(plain_engine.url, timeout=60.0)
+    kit.push(fleet[0], kit.llama(0))
+    scheme = SGLangWeightSyncScheme(fleet[0].url, timeout=60.0)
     asks = request.param == "async"
     collector = KINDS[request.param](
         [worlds.Idle] * 2,
-        policy_factory=worlds.asking(plain_engine.url) if asks else worlds.layer,
+        policy_factory=worlds.asking(fleet[0].url) if asks else worlds.layer,
         frames_per_batch=8,
         total_frames=-1,
         weight_sync_schemes={"policy": scheme},

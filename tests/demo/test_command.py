@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.cli.kit import ERROR, run
+
 
 def demo(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "weight_update.cli", "demo", *arguments]
@@ -48,11 +50,16 @@ def test_a_missing_engine_is_no_success(tmp_path: Path) -> None:
     ended = demo(tmp_path, "--engine", "sglang")
     assert ended.returncode == 1
     assert "nothing was proven" in ended.stdout
-    assert report(tmp_path)["proven"] is False
+    made = report(tmp_path)
+    assert made["proven"] is False
+    assert sorted(made["error"]) == ERROR
 
 
 @pytest.mark.parametrize(
     "arguments", [["--steps", "0"], ["--engine", "vllm"], ["--report", "no/such/folder/x.json"]]
 )
-def test_wrong_arguments_are_refused(tmp_path: Path, arguments: list[str]) -> None:
-    assert demo(tmp_path, *arguments).returncode == 2
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("demo", *arguments).code == 2

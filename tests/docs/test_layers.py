@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,32 @@ def test_a_file_imports_only_what_its_room_may(path: Path):
     if room in ANY:
         return
     assert set(imported_rooms(path)) <= MAY_IMPORT[room] | {room}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imports_when_run(node: ast.AST) -> Iterator[str]:
+    """Modules, and names of modules, that are imported at the top or in functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and child.module:
+            yield from (child.module, *(f"{child.module}.{alias.name}" for alias in child.names))
+        elif not is_for_types(child):
+            yield from imports_when_run(child)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    homes = {module_of(path): ast.parse(path.read_text()) for path in FILES}
+    imports = {name: set(imports_when_run(tree)) & set(homes) for name, tree in homes.items()}
+
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 
 
 def private_imports(path: Path) -> Iterator[str]:

@@ -1,22 +1,21 @@
-"""A trainer that dies by SIGKILL in the middle of an update, in a process of its own.
+"""What trainers do that die by SIGKILL in the middle of an update, each in a process of its own.
 
-``python -m tests.engines.dead_trainer in_transfer http://127.0.0.1:30000``
+Those that stand still say so, and wait to be killed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from weight_update import SGLangWeightSyncScheme
+from weight_update.delivery.delivery import Delivery
+from weight_update.delivery.vllm import VLLMDeployment
 from weight_update.engines.sglang.engine import SGLangEngine
 from weight_update.options import HttpOptions, UpdateOptions
 from weight_update.report import Progress
@@ -26,14 +25,11 @@ from weight_update.weights.buckets import Bucket
 from weight_update.weights.cargo import Cargo
 from weight_update.weights.extract import extract_weights
 
-from .engine_server import REPOSITORY
 from .models import SEED_B, tiny_llama
+from .vllm_server import vllm_llama
 
 SECONDS = 120.0
-SENT = "one of two tensors sent"
-
-
-# ---- what it does, in its own process
+STANDS_STILL = "stands still"
 
 
 def after_pause(url: str) -> None:
@@ -59,17 +55,45 @@ def short_of_a_tensor(url: str) -> None:
     announce = {"group_name": group.name, "flush": False, "deadline": deadline}
     spawn(lambda: session.apply(bucket, Cargo(), **announce))  # type: ignore[arg-type]
     group.broadcast([first.read()])
-    print(SENT, flush=True)
+    _stand_still()
+
+
+def of_vllm_between_buckets(url: str) -> None:
+    """Two of a vLLM's buckets are loaded."""
+    _update_vllm(url, lambda now: now.bucket == 2 and _stand_still(), bucket_bytes=200_000)
+
+
+def of_vllm_in_a_broadcast(url: str) -> None:
+    """A bucket is announced to a vLLM and nothing is sent."""
+    UpdateGroup.broadcast = lambda *_: _stand_still()  # type: ignore[method-assign]
+    _update_vllm(url, bucket_bytes=200_000)
+
+
+def of_vllm_in_shared_memory(url: str) -> None:
+    """A vLLM has taken two buckets out of this process's memory."""
+    _update_vllm(url, lambda now: now.bucket == 2 and _die(), transport="ipc", bucket_bytes=20_000)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stand_still() -> None:
+    print(STANDS_STILL, flush=True)
     time.sleep(SECONDS)
 
 
 def _die_when(url: str, strikes: Callable[[Progress], bool]) -> None:
-    def die(now: Progress) -> None:
-        if strikes(now):
-            os.kill(os.getpid(), signal.SIGKILL)
-
     scheme = SGLangWeightSyncScheme(url, bucket_bytes=20_000, timeout=SECONDS)
-    scheme.create_sender().update_weights(tiny_llama(SEED_B), progress=die)
+    model = tiny_llama(SEED_B)
+    scheme.create_sender().update_weights(model, progress=lambda now: strikes(now) and _die())
+
+
+def _update_vllm(
+    url: str, progress: Callable[[Progress], object] | None = None, **options: Any
+) -> None:
+    delivery = Delivery([url], UpdateOptions(timeout=SECONDS, **options), VLLMDeployment)
+    delivery.update(lambda: vllm_llama(SEED_B), progress=progress)
 
 
 def _joined(engine: SGLangEngine, deadline: Deadline) -> UpdateGroup:
@@ -82,35 +106,3 @@ def _joined(engine: SGLangEngine, deadline: Deadline) -> UpdateGroup:
     group.join()
     joining.result(deadline.remaining())
     return group
-
-
-# ---- the test's side
-
-
-def run(action: Callable[[str], None], url: str) -> int:
-    """Run a trainer to its end and return its exit code, negative for a signal."""
-    command = _command(action, url)
-    return subprocess.run(command, cwd=REPOSITORY, timeout=SECONDS, check=False).returncode
-
-
-@contextmanager
-def running(action: Callable[[str], None], url: str, until: str) -> Iterator[None]:
-    """Run a trainer until it has printed something, and kill it at the end of the block."""
-    with subprocess.Popen(
-        _command(action, url), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            printed = spawn(process.stdout.readline).result(SECONDS)
-            assert until in printed, printed
-            yield
-        finally:
-            process.kill()
-
-
-def _command(action: Callable[[str], None], url: str) -> list[str]:
-    return [sys.executable, "-m", "tests.engines.dead_trainer", action.__name__, url]
-
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ START_TIMEOUT = 300.0  # nearly all of it is imports, which crawl on busy cores
 REQUEST_TIMEOUT = 120.0
 
 
-class EngineServer:
+class EngineServer(ABC):
     """One server on one checkpoint.
 
     A context manager: entering starts the server and waits until it is healthy, leaving kills
@@ -44,9 +45,9 @@ class EngineServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
+    @abstractmethod
     def command(self) -> Sequence[str]:
         """The launcher and its arguments, without the interpreter."""
-        raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:
         """Variables of its own."""

@@ -1,5 +1,7 @@
 """Tiny random models, small enough for a CPU server and exact enough to compare."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -112,13 +114,26 @@ def greedy(model: Any, input_ids: list[int], max_new_tokens: int) -> list[int]:
     return tokens[len(input_ids) :]
 
 
-@torch.no_grad()
 def shortfall(model: Any, input_ids: list[int], output: list[int]) -> float:
     """Say how far below the best logit the model holds the worst of the given tokens.
 
     0 means that every token is the model's own greedy choice, given those before it.
     """
-    logits = model(input_ids=torch.tensor([input_ids + output]), use_cache=False).logits[0]
-    logits = logits[len(input_ids) - 1 : -1].float()
-    chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
-    return float((logits.amax(1) - chosen).max())
+    return worst_shortfall(model, [(input_ids, output)])
+
+
+@torch.no_grad()
+def worst_shortfall(model: Any, given: Iterable[tuple[list[int], list[int]]]) -> float:
+    """The largest :func:`shortfall` of several outputs; those of one length go in one pass."""
+    by_length: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
+    for input_ids, output in given:
+        by_length[len(input_ids) + len(output)].append((input_ids, output))
+    worst = [torch.zeros(())]
+    for alike in by_length.values():
+        tokens = torch.tensor([input_ids + output for input_ids, output in alike])
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+        chosen = logits.gather(2, tokens[:, 1:, None]).squeeze(2)
+        below = logits.amax(2) - chosen
+        rows = zip(below, alike, strict=True)
+        worst += [row[len(input_ids) - 1 :].max() for row, (input_ids, _) in rows]
+    return float(torch.stack(worst).max())

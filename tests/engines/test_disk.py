@@ -156,7 +156,7 @@ def several(
             yield server
 
 
-def answers(server: SGLangServer, count: int = 6) -> list[dict[str, Any]]:
+def answers(server: SGLangServer, count: int = 4) -> list[dict[str, Any]]:
     """Answers to one prompt, one after the other: replicas take turns."""
     sampling = {"max_new_tokens": COUNT, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling}

@@ -13,6 +13,7 @@ import pytest
 import requests
 import torch
 
+from tests.integration.trainers import Trainers
 from weight_update import (
     ConfigurationError,
     EngineState,
@@ -228,11 +229,12 @@ def failures_to_receive(served: Served) -> int:
 
 @pytest.mark.usefixtures("put_right")
 def test_a_server_that_waits_for_a_dead_trainers_tensor_takes_the_next_update(
-    at_a: Served,
+    at_a: Served, workplace: Trainers
 ) -> None:
     """Two tensors were declared and one was sent."""
     before, url = failures_to_receive(at_a), at_a.server.url
-    with dead_trainer.running(dead_trainer.short_of_a_tensor, url, until=dead_trainer.SENT):
+    with workplace.start(dead_trainer.short_of_a_tensor, url=url) as trainer:
+        trainer.wait_for(dead_trainer.STANDS_STILL, SECONDS)
         wait_until(lambda: is_stuck(at_a))
     wait_until(lambda: failures_to_receive(at_a) > before)
 
@@ -242,9 +244,10 @@ def test_a_server_that_waits_for_a_dead_trainers_tensor_takes_the_next_update(
 
 @pytest.mark.usefixtures("put_right")
 def test_a_server_that_a_dead_trainer_left_paused_is_resumed_by_the_next_update(
-    at_a: Served,
+    at_a: Served, workplace: Trainers
 ) -> None:
-    assert dead_trainer.run(dead_trainer.after_pause, at_a.server.url) == -9
+    trainer = workplace.start(dead_trainer.after_pause, url=at_a.server.url)
+    assert trainer.wait(SECONDS) == -9
     wait_until(lambda: not at_a.server.is_ready())
 
     with sender_of(at_a) as sender:
@@ -253,9 +256,10 @@ def test_a_server_that_a_dead_trainer_left_paused_is_resumed_by_the_next_update(
 
 
 @pytest.fixture
-def half_updated(at_a: Served, put_right: None) -> Served:
+def half_updated(at_a: Served, put_right: None, workplace: Trainers) -> Served:
     """The trainer died in mid transfer: two buckets are loaded and its session is open."""
-    assert dead_trainer.run(dead_trainer.in_transfer, at_a.server.url) == -9
+    trainer = workplace.start(dead_trainer.in_transfer, url=at_a.server.url)
+    assert trainer.wait(SECONDS) == -9
     wait_until(lambda: not at_a.server.is_ready())
     assert "already open" in post(at_a, "begin_weight_update").text
     return at_a

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
 
 from .models import SEED_A, SEED_B
-from .served import Served, arguments_of
+from .served import Served
 from .sglang_server import SGLangServer
 
-# Each family and each dtype once: every combination would start eight servers.
-PAIRS = [("llama", "float32"), ("qwen2", "bfloat16")]
-pytestmark = pytest.mark.parametrize("served", PAIRS, indirect=True, ids="-".join)
-
-
-@pytest.fixture(scope="module")
-def second(
-    request: pytest.FixtureRequest, served: Served, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
-    """Another server of the combination, which a test may restart; the session has one."""
-    if served.dtype is torch.float32:
-        yield replace(served, server=request.getfixturevalue("spare_server"))
-        return
-    log_path = tmp_path_factory.mktemp("second") / "server.log"
-    arguments = arguments_of(served.family, str(served.dtype).removeprefix("torch."))
-    with SGLangServer(served.checkpoints.a, log_path, arguments) as server:
-        yield replace(served, server=server)
+pytestmark = pytest.mark.parametrize("served", [("llama", "float32")], indirect=True, ids="-".join)
 
 
 @pytest.fixture
-def pair(at_a: Served, second: Served) -> tuple[Served, Served]:
-    """Both servers on model A."""
-    second.server.load(second.checkpoints.a)
-    return at_a, second
+def pair(at_a: Served, spare: SGLangServer) -> tuple[Served, Served]:
+    """Both servers on model A; a test may restart the second."""
+    return at_a, replace(at_a, server=spare)
 
 
 def sender_to(pair: tuple[Served, Served]) -> SGLangWeightSender:

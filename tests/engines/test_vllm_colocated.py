@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.integration.trainers import Trainers
 from weight_update import ConfigurationError, EngineState, WeightUpdateError
 from weight_update.delivery.delivery import Delivery
 from weight_update.delivery.vllm import VLLMDeployment
 from weight_update.options import UpdateOptions
-from weight_update.report import Progress, UpdateReport
+from weight_update.report import UpdateReport
 
-from .engine_server import REPOSITORY
+from . import dead_trainer
 from .models import SEED_A, SEED_B, greedy
 from .vllm_server import VLLMServer, vllm_llama
 
@@ -167,11 +164,10 @@ def test_weights_that_cannot_be_read_any_more_are_undone(vllm: VLLMServer) -> No
 
 
 def test_a_trainer_that_is_killed_frees_the_server_and_another_one_heals_it(
-    vllm: VLLMServer,
+    vllm: VLLMServer, workplace: Trainers
 ) -> None:
-    command = [sys.executable, "-m", "tests.engines.test_vllm_colocated", vllm.url]
-    ended = subprocess.run(command, cwd=REPOSITORY, timeout=SECONDS, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    trainer = workplace.start(dead_trainer.of_vllm_in_shared_memory, url=vllm.url)
+    assert trainer.wait(SECONDS) == -9
 
     # The calls of a server wait while an update blocks its workers.
     assert vllm.is_paused()
@@ -193,17 +189,3 @@ def test_an_update_after_one_that_nobody_completed_needs_a_whole_model(vllm: VLL
 
     push(vllm, vllm_llama(SEED_A))
     assert serves(vllm, SEED_A)
-
-
-def _die_in_transfer(url: str) -> None:
-    def die(now: Progress) -> None:
-        if now.bucket == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    model: Callable[[], nn.Module] = lambda: vllm_llama(SEED_B)  # noqa: E731
-    with delivery_to(url, bucket_bytes=20_000) as delivery:
-        delivery.update(model, progress=die)
-
-
-if __name__ == "__main__":
-    _die_in_transfer(sys.argv[1])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.integration.trainers import Trainers
 from weight_update.errors import (
     ConfigurationError,
     EngineRejected,
@@ -24,16 +20,17 @@ from weight_update.report import EngineState
 from weight_update.torch_private import process_groups
 from weight_update.transports.address import listen
 from weight_update.transports.id_group import RENDEZVOUS_KEY, pickled_id
-from weight_update.waiting import spawn
 from weight_update.weights.stream import Stream
 
+from . import dead_trainer
 from .conftest import require
-from .engine_server import REPOSITORY, engine_python, is_installed
+from .engine_server import engine_python, is_installed
 from .long_request import LongRequest, caught, wait_until
 from .models import SEED_A
 from .vllm_pushes import (
     BUCKET_BYTES,
     PROMPT,
+    SECONDS,
     delivery_to,
     holds,
     is_of_both,
@@ -215,10 +212,15 @@ def test_a_source_that_breaks_off_leaves_a_server_that_the_next_push_heals(
     assert serves(vllm, SEED_C)
 
 
-@pytest.mark.parametrize("moment", ["between buckets", "in a broadcast"])
-def test_another_trainer_heals_what_a_killed_one_left(vllm: VLLMServer, moment: str) -> None:
-    with killed_trainer(vllm, moment):
-        wait_until(vllm.is_paused)
+@pytest.mark.parametrize(
+    "dies", [dead_trainer.of_vllm_between_buckets, dead_trainer.of_vllm_in_a_broadcast]
+)
+def test_another_trainer_heals_what_a_killed_one_left(
+    vllm: VLLMServer, workplace: Trainers, dies: Callable[..., None]
+) -> None:
+    with workplace.start(dies, url=vllm.url) as trainer:
+        trainer.wait_for(dead_trainer.STANDS_STILL, SECONDS)
+    wait_until(vllm.is_paused)
     with delivery_to(vllm) as delivery:
         with pytest.raises(ConfigurationError, match="paused"):
             push(delivery, {"lm_head.weight": vllm_llama(SEED_B).state_dict()["lm_head.weight"]})
@@ -226,20 +228,6 @@ def test_another_trainer_heals_what_a_killed_one_left(vllm: VLLMServer, moment: 
 
     assert not vllm.is_paused()
     assert serves(vllm, SEED_C)
-
-
-@contextmanager
-def killed_trainer(server: VLLMServer, moment: str) -> Iterator[None]:
-    """A trainer in a process of its own, killed at a moment of its update."""
-    command = [sys.executable, "-m", "tests.engines.test_vllm_update", server.url, moment]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert spawn(process.stdout.readline).result(120) == f"{moment}\n"
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-    yield
 
 
 # ---- requests in flight
@@ -390,30 +378,3 @@ def test_other_servers_take_whole_models_and_fail_and_heal_alike(other: VLLMServ
 
         push(delivery, vllm_llama(SEED_C))
     assert serves(other, SEED_C)
-
-
-# ---- the trainer that is killed, in its own process
-
-
-def main(url: str, moment: str) -> None:
-    """Update a server with model B, and stand still at a moment of it."""
-    from weight_update.transports.process_group import UpdateGroup
-
-    def stand_still() -> None:
-        print(moment, flush=True)
-        time.sleep(300)
-
-    def watch(now: Any) -> None:
-        if moment == "between buckets" and now.bucket == 2:
-            stand_still()
-
-    if moment == "in a broadcast":
-        UpdateGroup.broadcast = lambda *_: stand_still()  # type: ignore[method-assign]
-    server = VLLMServer(Path(), Path())
-    server.url = url
-    with delivery_to(server, bucket_bytes=BUCKET_BYTES) as delivery:
-        push(delivery, vllm_llama(SEED_B), progress=watch)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -14,7 +14,8 @@ from concurrent.futures import Future
 import pytest
 import requests
 
-from weight_update.engines.http import EngineHttp, json_of
+from weight_update.engines.answers import AnswerReader, json_of
+from weight_update.engines.http import EngineHttp
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline, spawn
@@ -24,6 +25,10 @@ KEY, ADMIN_KEY = "key-hunter2", "admin-hunter3"
 
 def client(url: str, **options) -> EngineHttp:
     return EngineHttp(url, HttpOptions(**options))
+
+
+def reader(url: str, **options) -> AnswerReader:
+    return AnswerReader(url, HttpOptions(**options))
 
 
 def get(engine: EngineHttp, route: str = "/x", *, seconds: float = 5.0, **more):
@@ -199,9 +204,9 @@ def all_text_of(error: BaseException) -> str:
 @pytest.mark.parametrize("status", [400, 401, 403, 500])
 def test_a_key_is_in_no_part_of_a_refusal(server, answer, status: int) -> None:
     server.answers["/x"] = answer(status=status, body={"error": "no"})
-    engine = client(server.url, api_key=KEY, admin_api_key=ADMIN_KEY)
+    keys = {"api_key": KEY, "admin_api_key": ADMIN_KEY}
 
-    error = engine.rejection(get(engine), phase="pause")
+    error = reader(server.url, **keys).rejection(get(client(server.url, **keys)), phase="pause")
 
     assert "hunter" not in all_text_of(error)
     assert "hunter" not in repr(vars(error.response.request))
@@ -227,7 +232,7 @@ def test_a_refused_key_is_answered_with_the_argument_to_pass(server, answer, sta
     server.answers["/x"] = answer(status=status, body={"error": "Unauthorized"})
     engine = client(server.url)
 
-    error = engine.rejection(get(engine), phase="pause")
+    error = reader(server.url).rejection(get(engine), phase="pause")
 
     assert "admin_api_key=" in error.remedy
     assert "WEIGHT_UPDATE_API_KEY" in error.remedy
@@ -242,7 +247,7 @@ def test_a_redirect_is_not_followed_and_takes_no_key_elsewhere(server, make_serv
 
     assert response.status_code == 307
     assert other.asked == []
-    assert "final URL" in engine.rejection(response, phase="pause").remedy
+    assert "final URL" in reader(server.url).rejection(response, phase="pause").remedy
 
 
 # -- time ----------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ def test_a_refusal_quotes_the_engines_own_words(server, answer, body, words: str
     server.answers["/x"] = answer(status=400, body=body)
     engine = client(server.url)
 
-    error = engine.rejection(get(engine), phase="flush")
+    error = reader(server.url).rejection(get(engine), phase="flush")
 
     assert isinstance(error, EngineRejected)
     assert error.message == f"/x answered 400: {words}"
@@ -340,8 +345,7 @@ def test_a_refusal_quotes_the_engines_own_words(server, answer, body, words: str
 def test_a_refusal_quotes_five_hundred_characters_at_most(server, answer, body) -> None:
     server.answers["/x"] = answer(body=body)
 
-    engine = client(server.url)
-    assert len(engine.words(get(engine))) == 500
+    assert len(reader(server.url).words(get(client(server.url)))) == 500
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe\x00", b"{", "nul\0"])
@@ -356,7 +360,7 @@ def test_a_refusal_is_also_the_http_error_of_requests(server, answer) -> None:
     engine = client(server.url)
 
     with pytest.raises(requests.HTTPError, match="boom") as caught:
-        raise engine.rejection(get(engine), phase="pause")
+        raise reader(server.url).rejection(get(engine), phase="pause")
 
     assert caught.value.response.status_code == 500
 
@@ -365,7 +369,7 @@ def test_a_refusal_is_also_the_http_error_of_requests(server, answer) -> None:
 def test_a_refusal_crosses_processes_with_its_answer(server, answer, rebuild) -> None:
     server.answers["/x"] = answer(status=500, body="boom")
     engine = client(server.url, api_key=KEY)
-    error = engine.rejection(get(engine), phase="pause")
+    error = reader(server.url, api_key=KEY).rejection(get(engine), phase="pause")
 
     twin = rebuild(error)
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weight_update.engines.names import Loader, compare_names
 from weight_update.engines.sglang.names import (
-    Loader,
     RuntimeNames,
     are_names_known,
     check_names,
-    compare_names,
     runtime_names,
     sign_of_quantisation,
 )

@@ -9,84 +9,48 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 import pytest
-from integration import kit
-from integration.mixed import Server, fleet_of, is_paused, label, llama, serves
 
+from tests.integration import kit
+from tests.integration.mixed import Server, fleet_of, is_paused, label, llama, serves
 from tests.vllm_fake import FakeVLLM
 from weight_update import EngineState, SGLangWeightSender, UpdateReport, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 
-OLD, NEW, MIXED = EngineState.OLD, EngineState.NEW, EngineState.MIXED
-GONE = EngineState.UNREACHABLE
-
-SHORT = 3.0  # the deadline where it is waited for
-SLACK = 20.0  # 2 s are promised; the rest is for a busy machine
-
-V_INIT, V_PAUSE, V_START = "/init_weight_transfer_engine", "/pause", "/start_weight_update"
-V_UPDATE, V_FINISH = "/update_weights", "/finish_weight_update"
-V_STAMP, V_RESUME = "/update_weight_version", "/resume"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One fault, and what it leaves behind.
-
-    Attributes:
-        struck: The kind of server that fails.
-        path: The route that is struck.
-        kind: How.
-        when: Before the call does anything, or later.
-        state: What the struck server then holds.
-        other: What the other one then holds.
-        after: Calls of that route that pass first.
-    """
-
-    struck: str
-    path: str
-    kind: str
-    when: str
-    state: EngineState
-    other: EngineState
-    after: int = 0
-
-    def __str__(self) -> str:
-        call = f"{self.path.strip('/')}{f' {self.after + 1}' if self.after else ''}"
-        return f"{self.struck} {self.kind} {self.when} {call}".replace(" ", "-")
-
+from . import rows as routes
+from .rows import GONE, MIXED, NEW, OLD, SHORT, SLACK, Row
 
 TABLE = [
     # Before anything was applied, both go on as they were.
-    Row("vllm", V_INIT, "refuse", "before", OLD, OLD),
-    Row("vllm", V_INIT, "hang", "before", OLD, OLD),
-    Row("sglang", kit.INIT, "refuse", "before_join", OLD, OLD),
-    Row("sglang", kit.INIT, "hang", "before_join", OLD, OLD),
-    Row("vllm", V_PAUSE, "refuse", "before", OLD, OLD),
-    Row("sglang", kit.PAUSE, "refuse", "before_join", OLD, OLD),
-    Row("sglang", kit.PAUSE, "stop", "before_join", GONE, OLD),
-    Row("vllm", V_START, "close", "after", OLD, OLD),
-    Row("sglang", kit.BEGIN, "close", "before_answer", OLD, OLD),
+    Row(routes.INIT, "refuse", "before", OLD, OLD),
+    Row(routes.INIT, "hang", "before", OLD, OLD),
+    Row(kit.INIT, "refuse", "before_join", OLD, OLD, struck="sglang"),
+    Row(kit.INIT, "hang", "before_join", OLD, OLD, struck="sglang"),
+    Row(routes.PAUSE, "refuse", "before", OLD, OLD),
+    Row(kit.PAUSE, "refuse", "before_join", OLD, OLD, struck="sglang"),
+    Row(kit.PAUSE, "stop", "before_join", GONE, OLD, struck="sglang"),
+    Row(routes.START, "close", "after", OLD, OLD),
+    Row(kit.BEGIN, "close", "before_answer", OLD, OLD, struck="sglang"),
     # Once weights came, nobody generates with half of them.
-    Row("vllm", V_UPDATE, "slow", "before", NEW, NEW, after=1),
-    Row("sglang", kit.UPDATE, "slow", "before_join", NEW, NEW, after=1),
-    Row("vllm", V_UPDATE, "torn", "before", MIXED, MIXED, after=1),
-    Row("vllm", V_UPDATE, "hang", "inside", MIXED, MIXED, after=1),
-    Row("vllm", V_UPDATE, "die", "before", GONE, MIXED, after=1),
-    Row("vllm", V_UPDATE, "stop", "before", GONE, MIXED, after=1),
-    Row("sglang", kit.UPDATE, "refuse", "before_join", MIXED, MIXED, after=1),
-    Row("sglang", kit.UPDATE, "close", "before_join", MIXED, MIXED, after=1),
-    Row("sglang", kit.UPDATE, "hang", "before_join", MIXED, MIXED, after=1),
-    Row("sglang", kit.UPDATE, "die", "after_receive", GONE, MIXED, after=1),
-    Row("sglang", kit.UPDATE, "stop", "before_join", GONE, MIXED, after=1),
+    Row(routes.UPDATE, "slow", "before", NEW, NEW, after=1),
+    Row(kit.UPDATE, "slow", "before_join", NEW, NEW, after=1, struck="sglang"),
+    Row(routes.UPDATE, "torn", "before", MIXED, MIXED, after=1),
+    Row(routes.UPDATE, "hang", "inside", MIXED, MIXED, after=1),
+    Row(routes.UPDATE, "die", "before", GONE, MIXED, after=1),
+    Row(routes.UPDATE, "stop", "before", GONE, MIXED, after=1),
+    Row(kit.UPDATE, "refuse", "before_join", MIXED, MIXED, after=1, struck="sglang"),
+    Row(kit.UPDATE, "close", "before_join", MIXED, MIXED, after=1, struck="sglang"),
+    Row(kit.UPDATE, "hang", "before_join", MIXED, MIXED, after=1, struck="sglang"),
+    Row(kit.UPDATE, "die", "after_receive", GONE, MIXED, after=1, struck="sglang"),
+    Row(kit.UPDATE, "stop", "before_join", GONE, MIXED, after=1, struck="sglang"),
     # All came to both, and only the end is missing.
-    Row("vllm", V_FINISH, "refuse", "before", NEW, NEW),
-    Row("sglang", kit.END, "refuse", "before_join", NEW, NEW),
-    Row("vllm", V_STAMP, "refuse", "before", NEW, NEW),
-    Row("sglang", kit.STAMP, "refuse", "before_join", NEW, NEW),
-    Row("vllm", V_RESUME, "close", "after", NEW, NEW),
-    Row("sglang", kit.CONTINUE, "stop", "before_join", GONE, NEW),
+    Row(routes.FINISH, "refuse", "before", NEW, NEW),
+    Row(kit.END, "refuse", "before_join", NEW, NEW, struck="sglang"),
+    Row(routes.STAMP, "refuse", "before", NEW, NEW),
+    Row(kit.STAMP, "refuse", "before_join", NEW, NEW, struck="sglang"),
+    Row(routes.RESUME, "close", "after", NEW, NEW),
+    Row(kit.CONTINUE, "stop", "before_join", GONE, NEW, struck="sglang"),
 ]
 
 
@@ -178,14 +142,14 @@ def revive(server: Server) -> None:
 def test_each_server_is_known_and_the_next_push_heals(
     row: Row, sender: SGLangWeightSender, pair: list[Server]
 ) -> None:
-    if row.path in (V_INIT, kit.INIT):
+    if row.path in (routes.INIT, kit.INIT):
         group = sender._transport._updater.group
         assert group is not None
         group.give_up()
     struck = strike(pair, row)
     (other,) = (server for server in pair if server is not struck)
 
-    report = push(sender, SHORT if row.kind in ("hang", "stop") else 60.0)
+    report = push(sender, row.limit)
     if row.when == "inside" and isinstance(struck, FakeVLLM):
         struck.clear()  # until then it answers nothing
 
@@ -205,8 +169,11 @@ def test_a_quorum_brings_the_other_kind_up_to_date_at_once(struck: str, pair: li
     """Whoever dies in mid-bucket leaves the other mixed no longer than a new group takes."""
     with fleet_of(pair, quorum=1).create_sender() as sender:
         sender.update_weights(llama(0))
-        path, when = (V_UPDATE, "before") if struck == "vllm" else (kit.UPDATE, "after_receive")
-        dead = strike(pair, Row(struck, path, "die", when, GONE, NEW, after=1))
+        dies = {
+            "vllm": (routes.UPDATE, "die", "before"),
+            "sglang": (kit.UPDATE, "die", "after_receive"),
+        }
+        dead = strike(pair, Row(*dies[struck], GONE, NEW, after=1, struck=struck))
         (other,) = (server for server in pair if server is not dead)
 
         report = sender.update_weights(llama(1))
@@ -224,7 +191,7 @@ def test_a_quorum_brings_the_other_kind_up_to_date_at_once(struck: str, pair: li
 def test_the_server_that_hangs_is_named_and_not_the_one_that_waits_for_it(
     sender: SGLangWeightSender, pair: list[Server]
 ) -> None:
-    pair[1].inject(V_UPDATE, "hang", when="inside", after=1)  # type: ignore[call-arg]
+    pair[1].inject(routes.UPDATE, "hang", when="inside", after=1)  # type: ignore[call-arg]
 
     with kit.timeout_of(sender, SHORT), pytest.raises(WeightUpdateError) as caught:
         sender.update_weights(llama(1))

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
 
+from tests.integration import kit
+from tests.integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
 from weight_update import EngineState, UpdateReport, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.report import EngineOutcome, Progress

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,43 +30,26 @@ from weight_update.delivery.delivery import Delivery
 from weight_update.delivery.vllm import VLLMDeployment
 from weight_update.options import UpdateOptions
 
-OLD, NEW, MIXED = EngineState.OLD, EngineState.NEW, EngineState.MIXED
-GONE = EngineState.UNREACHABLE
+from .rows import (
+    FINISH,
+    FLUSH,
+    GONE,
+    INIT,
+    MIXED,
+    NEW,
+    OLD,
+    PAUSE,
+    RESUME,
+    SLACK,
+    STAMP,
+    START,
+    UPDATE,
+    Row,
+)
+
 TEXTS = {OLD: signature(checkpoint(0)), NEW: signature(checkpoint(1))}
 
-INIT, PAUSE, START = "/init_weight_transfer_engine", "/pause", "/start_weight_update"
-UPDATE, FINISH, FLUSH = "/update_weights", "/finish_weight_update", "/reset_prefix_cache"
-STAMP, RESUME = "/update_weight_version", "/resume"
-
 BUCKET_BYTES = 2_000  # three buckets
-SHORT = 3.0  # the deadline where it is waited for
-SLACK = 20.0  # 2 s are promised; the rest is for a busy machine
-
-
-@dataclass(frozen=True)
-class Row:
-    """One fault, and what it leaves behind.
-
-    Attributes:
-        path: The route that is struck.
-        kind: How; see ``tests.vllm_fake.faults``.
-        when: Before the call does anything, inside, or after it did all.
-        state: What the struck server then holds.
-        other: What the server beside it then holds.
-        after: Calls of that route that pass first.
-    """
-
-    path: str
-    kind: str
-    when: str
-    state: EngineState
-    other: EngineState
-    after: int = 0
-
-    def __str__(self) -> str:
-        call = f"{self.path.strip('/')}{f' {self.after + 1}' if self.after else ''}"
-        return f"{self.kind} {self.when} {call}".replace(" ", "-")
-
 
 TABLE = [
     # Before anything was applied, all go on as they were.
@@ -160,15 +143,14 @@ class Trial:
         """Pushes the new weights, and returns what the report says."""
         if row.path == INIT:
             self._drop_group()
-        limit = SHORT if row.kind in ("hang", "stop") else 60.0
         self.struck.inject(row.path, row.kind, when=row.when, after=row.after)
         start = time.monotonic()
         try:
-            with options_of(self.delivery, timeout=limit):
+            with options_of(self.delivery, timeout=row.limit):
                 report = self.delivery.update(lambda: checkpoint(1), whole=True)
         except WeightUpdateError as error:
             self.error, report = error, error.report
-        assert time.monotonic() - start < limit + SLACK
+        assert time.monotonic() - start < row.limit + SLACK
         assert report is not None
         return report
 

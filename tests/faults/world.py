@@ -22,7 +22,9 @@ from weight_update.errors import Applied, EngineRejected, EngineUnreachable, Upd
 from weight_update.facts import Digests, Intake, NameCheck, Part, Sighting
 from weight_update.options import UpdateOptions
 from weight_update.report import ProgressHook, UpdateReport
-from weight_update.update.updater import Payload, Push, Updater
+from weight_update.update.planning import Payload
+from weight_update.update.push import Push
+from weight_update.update.updater import Updater
 from weight_update.update.ways import Ends
 from weight_update.waiting import Clock, Deadline
 from weight_update.weights.buckets import Bucket
@@ -125,6 +127,7 @@ class ModelEngine:
     harmless_name = "none"
     flush_skipped = "Skipping the SGLang radix-cache flush"
     salts_prefixes = True
+    ends_without_group = False
 
     def __init__(
         self, url: str, time_: VirtualTime, groups: dict[str, WorldGroup], proof: Proof = "none"
@@ -596,7 +599,7 @@ class World:
 
     def _note_wholes(self, tag: float, names: Sequence[str]) -> None:
         """What an engine may hold once the push is through: what it held, and all of the push."""
-        held = [dict(zip(NAMES, each, strict=True)) for each in self.wholes]
+        held = [dict(zip(NAMES, each, strict=True)) for each in list(self.wholes)]  # threads push
         for weights in [*held, *(dict(e.weights) for e in self.engines.values() if self.sane(e))]:
             new = {**weights, **dict.fromkeys(names, tag)}
             self.wholes.add(tuple(new[name] for name in NAMES))

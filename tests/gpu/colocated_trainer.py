@@ -13,28 +13,15 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer
 
 SYNCS = 3
 
 
-def llama(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def main(rank: int, port: str, url: str) -> None:
+    from models import llama
+
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.cuda.set_device(rank)
     distributed.init_process_group("nccl", rank=rank, world_size=2)

@@ -15,7 +15,7 @@ from weight_update import SGLangWeightSyncScheme
 
 
 def main(rank: int, ranks: int, port: str, url: str) -> None:
-    from sharded_trainer import llama
+    from models import uneven_llama
 
     torch.cuda.set_device(rank)
     distributed.init_process_group(
@@ -29,7 +29,7 @@ def main(rank: int, ranks: int, port: str, url: str) -> None:
     scheme = SGLangWeightSyncScheme(url, trainer_ranks="node", bucket_bytes=100_000, timeout=60.0)
     with scheme.create_sender() as sender:
         for seed in (1, 2, 3):
-            report = sender.update_weights(llama(seed).cuda(rank))
+            report = sender.update_weights(uneven_llama(seed).cuda(rank))
             told.append([report.version, report.route.backend, report.verification])
     print(json.dumps(told), flush=True)
     distributed.destroy_process_group()

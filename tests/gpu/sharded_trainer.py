@@ -13,31 +13,18 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from weight_update import SGLangWeightSyncScheme
 
 
-def llama(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=65,  # uneven on two ranks
-        hidden_size=64,
-        intermediate_size=130,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def main(rank: int, port: str, url: str) -> None:
+    from models import uneven_llama
+
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.cuda.set_device(rank)
     distributed.init_process_group("nccl", rank=rank, world_size=2)
     mesh = init_device_mesh("cuda", (2,))
-    model = llama(1).cuda()
+    model = uneven_llama(1).cuda()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

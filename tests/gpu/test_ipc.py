@@ -17,37 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.models import generated, greedy, llama
 from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 
 UPDATE = "/update_weights_from_tensor"
-PROMPT = [3, 14, 15]
-TOKENS = 7
 FORMATS = ({}, {"bucket_bytes": 50_000}, {"load_format": "tensors"})
-
-
-def tiny(seed: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def greedy(model: Any) -> list[int]:
-    prompt = torch.tensor([PROMPT], device=model.device)
-    tokens = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
-    return [int(token) for token in tokens[0, len(PROMPT) :]][:TOKENS]
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +35,14 @@ def nothing_of_earlier_tests() -> None:
 
 @pytest.fixture(scope="module")
 def models() -> tuple[Any, Any]:
-    both = tiny(0).cuda(), tiny(1).cuda()
+    both = llama(0).cuda(), llama(1).cuda()
     greedy(both[0])  # cuBLAS takes 32 MiB when it is first used, which no test must count
     return both
 
 
 @pytest.fixture
 def engine() -> Iterator[ReferenceEngine]:
-    with ReferenceEngine(tiny(0), device="cuda:0") as engine:
+    with ReferenceEngine(llama(0), device="cuda:0") as engine:
         yield engine
 
 
@@ -74,10 +51,6 @@ def sender_of(engine: ReferenceEngine, **settings: Any) -> Iterator[SGLangWeight
     scheme = SGLangWeightSyncScheme(engine.url, transport="ipc", timeout=60, **settings)
     with scheme.create_sender() as sender:
         yield sender
-
-
-def generated(engine: ReferenceEngine) -> list[int]:
-    return list(engine.generate(PROMPT, TOKENS, ignore_eos=True)["output_ids"])[:TOKENS]
 
 
 def addresses(engine: ReferenceEngine) -> Any:
@@ -159,7 +132,7 @@ def test_what_was_just_written_in_place_arrives(
     engine: ReferenceEngine, models: tuple[Any, Any]
 ) -> None:
     """The engine opens memory while the trainer's own kernels may still be queued."""
-    model = tiny(0).cuda()
+    model = llama(0).cuda()
     with sender_of(engine, load_format="tensors") as sender, torch.no_grad():
         sender.update_weights(model)
         torch.cuda._sleep(10**8)
@@ -187,7 +160,7 @@ def test_a_model_on_the_cpu_goes_through_shared_memory_into_an_engine_on_the_gpu
     engine: ReferenceEngine, models: tuple[Any, Any]
 ) -> None:
     with sender_of(engine) as sender:
-        report = sender.update_weights(tiny(1))
+        report = sender.update_weights(llama(1))
     assert report.route is not None
     assert report.route.backend == "shared memory"
     assert report.engines[engine.url].state is EngineState.NEW
@@ -219,9 +192,9 @@ def test_it_works_with_the_allocator_that_the_trainer_uses(visible: bool) -> Non
     settings = "expandable_segments:True" if visible else ""
     program = (
         "from tests.gpu.test_ipc import *\n"
-        "with ReferenceEngine(tiny(0), device='cuda:0') as engine, sender_of(engine) as sender:\n"
-        "    print(sender.update_weights(tiny(1).cuda()))\n"
-        "    assert generated(engine) == greedy(tiny(1).cuda())\n"
+        "with ReferenceEngine(llama(0), device='cuda:0') as engine, sender_of(engine) as sender:\n"
+        "    print(sender.update_weights(llama(1).cuda()))\n"
+        "    assert generated(engine) == greedy(llama(1).cuda())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

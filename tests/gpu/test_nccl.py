@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.models import generated, greedy, llama
 from weight_update import EngineRejected, EngineState, UpdateTimeout, WeightUpdateError
 from weight_update.options import UpdateOptions
 from weight_update.reference_engine import Fault, ReferenceEngine
@@ -21,34 +22,11 @@ from weight_update.schemes.transport import SGLangCollectiveTransport
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 UPDATE = "/update_weights_from_distributed"
-PROMPT = [3, 14, 15]
-
-
-def tiny(seed: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).cuda(0).eval()
-
-
-def greedy(model: Any, length: int) -> list[int]:
-    prompt = torch.tensor([PROMPT], device="cuda:0")
-    tokens = model.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=None)
-    return [int(token) for token in tokens[0, len(PROMPT) :]][:length]
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[Any, Any]:
-    return tiny(0), tiny(1)
+    return llama(0).cuda(0), llama(1).cuda(0)
 
 
 @pytest.fixture
@@ -58,21 +36,17 @@ def engine(models: tuple[Any, Any]) -> Iterator[ReferenceEngine]:
         yield engine
 
 
-def generated(engine: ReferenceEngine, length: int = 7) -> list[int]:
-    return list(engine.generate(PROMPT, length, ignore_eos=True)["output_ids"])[:length]
-
-
 def test_the_engine_generates_with_the_new_weights(
     engine: ReferenceEngine, models: tuple[Any, Any]
 ) -> None:
     before, after = models
-    assert generated(engine) == greedy(before, 7)
+    assert generated(engine) == greedy(before)
     transport = SGLangCollectiveTransport(engine.url, timeout=60)
 
     reports = [transport.update(lambda m=m: m) for m in (after, before, after)]
 
     print(*reports, sep="\n")
-    assert generated(engine) == greedy(after, 7)
+    assert generated(engine) == greedy(after)
     assert [report.version for report in reports] == [1, 2, 3]
     transport.shutdown()
 
@@ -106,9 +80,9 @@ def test_a_refusal_ends_the_attempt_within_two_seconds_and_the_next_group_works(
     elapsed = time.monotonic() - start
     print(f"refused after {elapsed:.2f} s: {failure.value}")
     assert elapsed < (2.5 if connected else 4.5)  # connecting itself takes a second or two
-    assert generated(engine) == greedy(models[0], 7)
+    assert generated(engine) == greedy(models[0])
     transport.update(lambda: models[1])
-    assert generated(engine) == greedy(models[1], 7)
+    assert generated(engine) == greedy(models[1])
     transport.shutdown()
 
 
@@ -145,7 +119,7 @@ def test_a_peer_that_never_receives_costs_no_more_than_the_deadline(
     assert state in (EngineState.MIXED, EngineState.UNREACHABLE)
     engine.restart()
     assert transport.update(lambda: models[1]).version >= 1
-    assert generated(engine) == greedy(models[1], 7)
+    assert generated(engine) == greedy(models[1])
     transport.shutdown()
 
 
@@ -161,7 +135,7 @@ def test_a_peer_that_never_joins_costs_no_more_than_the_deadline(
 
     assert time.monotonic() - start < 10.5
     transport.update(lambda: models[1])
-    assert generated(engine) == greedy(models[1], 7)
+    assert generated(engine) == greedy(models[1])
     transport.shutdown()
 
 

@@ -14,21 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.models import PROMPT, uneven_llama
 from weight_update.ports import free_port
 from weight_update.reference_engine import ReferenceEngine
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 SCRIPT = Path(__file__).with_name("sharded_trainer.py")
-PROMPT = [3, 14, 15]
 
 
 def test_two_gpus_push_a_sharded_model_after_each_step(tmp_path: Path) -> None:
-    sys.path.insert(0, str(SCRIPT.parent))
-    from sharded_trainer import llama
-
     saved = tmp_path / "whole.pt"
-    with ReferenceEngine(llama(0)) as engine:
+    with ReferenceEngine(uneven_llama(0)) as engine:
         port = str(free_port())
         environment = os.environ | {"SAVED": str(saved)}
         ranks = [
@@ -46,7 +43,7 @@ def test_two_gpus_push_a_sharded_model_after_each_step(tmp_path: Path) -> None:
         assert first == second
         assert [version for version, *_ in first] == [1, 2, 3]
         assert {proof for *_, proof in first} == {"checksum"}
-        model = llama(1)
+        model = uneven_llama(1)
         model.load_state_dict(torch.load(saved, weights_only=True))
         ids = torch.tensor([PROMPT])
         wanted = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)

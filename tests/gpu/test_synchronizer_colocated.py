@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.models import generated, greedy, llama
 from weight_update import EngineState, WeightUpdateError
 from weight_update.ports import free_port
 from weight_update.reference_engine import Fault, ReferenceEngine
@@ -30,16 +31,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 UPDATE = "/update_weights_from_tensor"
 SCRIPT = Path(__file__).with_name("colocated_trainer.py")
-PROMPT = [3, 14, 15]
-TOKENS = 8
 MIB = 1 << 20
-sys.path.insert(0, str(SCRIPT.parent))
-
-
-def llama(seed: int) -> Any:
-    from colocated_trainer import llama
-
-    return llama(seed)
 
 
 class Policy(TorchPolicy):
@@ -90,16 +82,6 @@ def wrong(engine: ReferenceEngine, model: Any) -> list[str]:
         for name, value in model.named_parameters()
     }
     return sorted(name for name in wanted if held.get(name) != wanted[name])
-
-
-def greedy(model: Any) -> list[int]:
-    ids = torch.tensor([PROMPT], device=model.device)
-    tokens = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
-    return [int(token) for token in tokens[0, len(PROMPT) :]]
-
-
-def generated(engine: ReferenceEngine) -> list[int]:
-    return list(engine.generate(PROMPT, TOKENS, ignore_eos=True)["output_ids"])
 
 
 def open_files(pid: int | str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.models import PROMPT, uneven_llama
 from weight_update.ports import free_port
 from weight_update.reference_engine import ReferenceEngine
 
@@ -20,14 +21,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs thr
 
 SCRIPT = Path(__file__).with_name("node_trainer.py")
 RANKS = 2
-PROMPT = [3, 14, 15]
 
 
 def test_two_gpus_of_a_trainer_send_to_a_third_through_one_communicator() -> None:
-    sys.path.insert(0, str(SCRIPT.parent))
-    from sharded_trainer import llama
-
-    with ReferenceEngine(llama(0), device="cuda:2") as engine:
+    with ReferenceEngine(uneven_llama(0), device="cuda:2") as engine:
         port = str(free_port())
         ranks = [
             subprocess.Popen(
@@ -44,7 +41,9 @@ def test_two_gpus_of_a_trainer_send_to_a_third_through_one_communicator() -> Non
         assert first == [[version, "nccl", "checksum"] for version in (1, 2, 3)]
         ids = torch.tensor([PROMPT], device="cuda:0")
         wanted = (
-            llama(3).cuda(0).generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+            uneven_llama(3)
+            .cuda(0)
+            .generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
         )
         served = engine.generate(PROMPT, max_new_tokens=12)["output_ids"]
     assert served == [int(token) for token in wanted[0, len(PROMPT) :]]

@@ -7,19 +7,21 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from weight_update import SGLangWeightSender, SGLangWeightSyncScheme
 from weight_update.reference_engine import Fault, ReferenceEngine
 
 PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
 TOKENS = 8
+
+KEY, ADMIN_KEY = "ordinary-5ecret", "admin-5ecret"
 
 INIT = "/init_weights_update_group"
 LEAVE = "/destroy_weights_update_group"
@@ -49,10 +51,17 @@ SIZES: dict[str, Any] = {
 
 
 @cache
-def llama(seed: int) -> LlamaForCausalLM:
+def llama(seed: int, **sizes: int) -> LlamaForCausalLM:
     """A random Llama (seed 0 is A, 1 is B); shared, so tests must not change it."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES | sizes, tie_word_embeddings=False)).eval()
+
+
+@cache
+def qwen2(seed: int, tied: bool = True) -> Qwen2ForCausalLM:
+    """A random Qwen2; shared, so tests must not change it."""
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).eval()
 
 
 def greedy(model: Any, prompt: Sequence[int] = PROMPT, count: int = TOKENS) -> list[int]:
@@ -72,6 +81,16 @@ def greedy(model: Any, prompt: Sequence[int] = PROMPT, count: int = TOKENS) -> l
 def tokens_of(seed: int) -> list[int]:
     """What :func:`llama` generates for ``PROMPT``."""
     return greedy(llama(seed))
+
+
+@contextmanager
+def engines(count: int, **options: Any) -> Iterator[list[ReferenceEngine]]:
+    """Engines on model A, started side by side."""
+    with ExitStack() as stack:
+        started = [ReferenceEngine(llama(0), wait=False, **options) for _ in range(count)]
+        for engine in started:
+            stack.enter_context(engine)
+        yield started
 
 
 def served(engine: ReferenceEngine) -> list[int]:
@@ -186,7 +205,7 @@ def make_flush_owed(engine: ReferenceEngine, after: int = 0) -> None:
     engine.inject(fault)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 90.0) -> Any:
     """Poll until ``condition`` is true and return it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -233,7 +252,7 @@ def revive(engine: ReferenceEngine) -> None:
 
 def _settle(engine: ReferenceEngine) -> None:
     with suppress(RuntimeError):  # there is usually no session to end
-        engine.call("POST", END, timeout=20)
-    engine.call("POST", CONTINUE, {}, timeout=20)
-    engine._exchange("POST", "/abort_request", {"abort_all": True}, 20)
-    engine.generate([1], 1, timeout=20)
+        engine.call("POST", END, timeout=5)
+    engine.call("POST", CONTINUE, {}, timeout=5)
+    engine._exchange("POST", "/abort_request", {"abort_all": True}, 5)
+    engine.generate([1], 1, timeout=5)

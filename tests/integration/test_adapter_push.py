@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 
+from tests import warm
 from weight_update import EngineState, SGLangWeightSender, SGLangWeightSyncScheme
 from weight_update.engines.lora import AdapterCourier
 from weight_update.errors import ConfigurationError, EngineRejected
@@ -182,7 +183,7 @@ def test_the_ranks_of_a_sharded_trainer_push_it_together(servers: Servers) -> No
     urls = [server.url for server in servers]
     command = [sys.executable, "-m", "tests.integration.sharded_policy"]
     ranks = [
-        subprocess.Popen([*command, str(rank), "2", str(port), "5", *urls], stdout=subprocess.PIPE)
+        warm.start([*command, str(rank), "2", str(port), "5", *urls], stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     told = [rank.communicate(timeout=240)[0].decode().strip() for rank in ranks]

@@ -413,3 +413,24 @@ def test_with_a_quorum_the_others_take_it(two: list[ReferenceEngine], tmp_path: 
         report = sender.update_weights(kit.llama(1))
         assert [report.engines[engine.url].state for engine in two] == [NEW, NEW]
     assert [kit.served(engine) for engine in two] == [kit.tokens_of(1)] * 2
+
+
+def test_what_a_slow_engine_still_reads_stays_although_a_quorum_has_the_version(
+    two: list[ReferenceEngine], tmp_path: Path
+) -> None:
+    """A real server that finds a file gone loads the folder once more, and ends if that fails."""
+    quick, slow = two
+    with sender_of(two, tmp_path, quorum=1) as sender:
+        sender.update_weights(kit.llama(0))
+        log = kit.Log(slow)
+        slow.inject(Fault(LOAD, "slow", seconds=4.0, times=1))
+        with kit.timeout_of(sender, 3.0):
+            report = sender.update_weights(kit.llama(1))
+        assert report.engines[quick.url].state is NEW
+        assert report.engines[slow.url].state is not NEW
+        (told,) = log.bodies(slow, LOAD)
+        assert Path(told["model_path"]).is_dir()
+        kit.wait_for(lambda: shown(slow) == Path(told["model_path"]))  # it has loaded it
+        sender.update_weights(kit.llama(0))
+        assert [kit.served(engine) for engine in two] == [kit.tokens_of(0)] * 2
+        assert versions(tmp_path) == [shown(quick)]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from weight_update import ConfigurationError, EngineState, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
@@ -22,21 +19,6 @@ from .kit import BEGIN, CONTINUE, INIT, PAUSE, UPDATE
 from .trainers import Trainers
 
 NEW, UNREACHABLE = EngineState.NEW, EngineState.UNREACHABLE
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
-    started = Trainers(tmp_path_factory.mktemp("trainers"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
-def weights_b(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with the weights of model B."""
-    path: Path = tmp_path_factory.mktemp("weights") / "b.pt"
-    torch.save(dict(kit.llama(1).state_dict()), path)
-    return str(path)
 
 
 def check_serving(engines: list[ReferenceEngine], seed: int, version: int) -> None:

@@ -24,21 +24,14 @@ from weight_update import (
 from weight_update.reference_engine import ReferenceEngine
 
 from . import kit
-from .kit import INIT, PAUSE
+from .kit import ADMIN_KEY, INIT, KEY, PAUSE
 
-KEY, ADMIN_KEY, WRONG = "ordinary-5ecret", "admin-5ecret", "wrong-5ecret"
+WRONG = "wrong-5ecret"
 PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 WEIGHTS = {"w": torch.zeros(2)}
 
 
 # ---- keys
-
-
-@pytest.fixture(scope="module")
-def locked() -> Iterator[ReferenceEngine]:
-    """An engine that wants one key for control routes and another for the rest."""
-    with ReferenceEngine(kit.llama(0), api_key=KEY, admin_api_key=ADMIN_KEY) as running:
-        yield running
 
 
 def test_keys_given_as_arguments_open_every_route(locked: ReferenceEngine) -> None:

@@ -330,3 +330,21 @@ def test_with_a_quorum_the_others_get_everything_and_the_one_that_died_catches_u
         three[0].restart()
         sender.update_weights(kit.llama(2))
         assert [kit.served(engine) for engine in three] == [kit.tokens_of(2)] * 3
+
+
+def test_a_slow_engine_that_a_quorum_left_behind_finds_the_memory_that_it_was_told_of(
+    three: list[ReferenceEngine],
+) -> None:
+    """A real one ends when it does not."""
+    slow = three[2]
+    with make_sender(three, quorum=2, bucket_bytes=20_000) as sender:
+        sender.update_weights(kit.llama(0))
+        slow.inject(Fault(OPEN, "slow", when="after_receive", tensors=0, seconds=8.0, times=1))
+        with kit.timeout_of(sender, 6.0):
+            report = sender.update_weights(kit.llama(1))
+        states = [report.engines[engine.url].state for engine in three]
+        assert states[:2] == [NEW, NEW]
+        assert states[2] is not NEW
+        report = sender.update_weights(kit.llama(2))
+        assert [kit.served(engine) for engine in three] == [kit.tokens_of(2)] * 3
+        assert not report.warnings

@@ -9,7 +9,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,22 +25,6 @@ from weight_update.reference_engine import Fault, ReferenceEngine
 from . import kit, trainers
 from .kit import BEGIN, CONTINUE, INIT, UPDATE
 from .trainers import Trainers
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
-    started = Trainers(tmp_path_factory.mktemp("trainers"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
-def weights_b(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with the weights of model B."""
-    path = tmp_path_factory.mktemp("weights") / "b.pt"
-    torch.save(dict(kit.llama(1).state_dict()), path)
-    return str(path)
-
 
 # ---- engines that restart
 

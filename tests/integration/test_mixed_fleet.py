@@ -20,7 +20,7 @@ from weight_update import (
     WeightUpdateError,
 )
 from weight_update.errors import ConfigurationError
-from weight_update.reference_engine import ReferenceEngine
+from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.schemes.fleet import FleetWeightSyncScheme
 
 from . import kit
@@ -137,7 +137,28 @@ def test_each_kind_pauses_and_flushes_in_its_own_way(pair: list[Server]) -> None
     (warning,) = report.warnings
     assert vllm.url in warning
     assert sglang.url not in warning
-    assert (report.pause_mode, report.in_flight) == ("abort", "aborted")  # the hardest of both
+    fates = {url: outcome.in_flight for url, outcome in report.engines.items()}
+    assert fates == {sglang.url: "aborted", vllm.url: "retracted"}
+    assert report.pause_mode is report.in_flight is None  # there is no one mode to name
+
+
+def test_a_fleet_of_one_mind_names_its_pause_mode(pair: list[Server]) -> None:
+    options = {"sglang": {"pause_mode": "abort"}, "vllm": {"pause_mode": "abort"}}
+    with sender_to(pair, **options) as sender:
+        report = sender.update_weights(llama(1))
+    assert (report.pause_mode, report.in_flight) == ("abort", "aborted")
+
+
+def test_a_failed_update_says_under_which_mode_each_engine_was_paused(pair: list[Server]) -> None:
+    sglang, vllm = pair
+    options = {"sglang": {"pause_mode": "abort"}}
+    with sender_to(pair, **options) as sender:
+        sglang.inject(Fault(kit.UPDATE, "refuse", times=1))
+        with pytest.raises(WeightUpdateError) as caught:
+            sender.update_weights(llama(1))
+    assert caught.value.report is not None
+    modes = {url: outcome.pause_mode for url, outcome in caught.value.report.engines.items()}
+    assert modes == {sglang.url: "abort", vllm.url: "retract"}
 
 
 def test_a_variable_of_sglang_is_sglangs_alone(

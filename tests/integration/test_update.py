@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
 from weight_update import (
     ConfigurationError,
@@ -180,20 +180,15 @@ def test_non_contiguous_tensors_arrive_in_logical_order(engine: ReferenceEngine)
     assert kit.served(engine) == kit.tokens_of(1)
 
 
-def qwen2(seed: int) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(**kit.SIZES, tie_word_embeddings=True)).eval()
-
-
 def test_tied_embeddings_travel_once_and_both_ends_change() -> None:
     """C14: one tensor on the wire, and the head follows the embedding."""
-    with ReferenceEngine(qwen2(0)) as engine, kit.make_sender(engine) as sender:
+    with ReferenceEngine(kit.qwen2(0)) as engine, kit.make_sender(engine) as sender:
         log = kit.Log(engine)
-        sender.update_weights(qwen2(1))
+        sender.update_weights(kit.qwen2(1))
         names = [name for body in log.bodies(engine, UPDATE) for name in body["names"]]
         assert "model.embed_tokens.weight" in names
         assert "lm_head.weight" not in names
-        assert kit.served(engine) == kit.greedy(qwen2(1))
+        assert kit.served(engine) == kit.greedy(kit.qwen2(1))
 
 
 def lora_of(model: LlamaForCausalLM) -> Any:

@@ -1,35 +1,55 @@
 """Trainers in processes of their own, to be killed, interrupted and outlived.
 
-Run as a script, this file imports the library once and then forks a trainer for each line of
-JSON on its standard input; importing it again in each would take seconds.
+What one does is a function of this file, or of another module that imports only what trainers need.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+from tests import warm
+
+ROOT = Path(__file__).parents[2]
 
 
 class Trainer:
-    """The test's side of one trainer."""
+    """The test's side of one trainer; as a context manager it is killed at the end."""
 
-    def __init__(self, pid: int, home: Path) -> None:
-        self.pid = pid
-        self._home = home
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self._process = process
+        self._output = output
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.wait(60)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
 
     def output(self) -> str:
         """What it has printed so far, errors included."""
-        path = self._home / f"{self.pid}.out"
-        return path.read_text() if path.exists() else ""
+        return self._output.read_text()
 
     def wait_for(self, words: str, seconds: float = 60.0) -> None:
         """Wait until it has printed ``words``."""
@@ -40,20 +60,18 @@ class Trainer:
 
     def go_on(self) -> None:
         """Let it leave :func:`_pause`."""
-        (self._home / f"{self.pid}.go").touch()
+        _leave_of(self._output.parent, self.pid).touch()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send it a signal."""
-        os.kill(self.pid, number)
+        self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int:
         """Wait for its end and return its exit code, negative for a signal."""
-        path = self._home / f"{self.pid}.code"
-        deadline = time.monotonic() + seconds
-        while not path.exists():
-            assert time.monotonic() < deadline, f"still running: {self.output()}"
-            time.sleep(0.01)
-        return int(path.read_text())
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running: {self.output()}") from None
 
 
 class Trainers:
@@ -61,24 +79,20 @@ class Trainers:
 
     def __init__(self, home: Path) -> None:
         self._home = home
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(home)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+        self._numbers = count()
 
     def start(self, action: Callable[..., None], **arguments: Any) -> Trainer:
-        """Fork a trainer that runs one of this file's functions."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([action.__name__, arguments]) + "\n")
-        return Trainer(int(self._process.stdout.readline()), self._home)
+        """Start a trainer that runs a function, which its module has by its name."""
+        order = json.dumps([action.__module__, action.__name__, arguments])
+        command = [sys.executable, "-m", "tests.integration.trainers", str(self._home), order]
+        output = self._home / f"{next(self._numbers)}.out"
+        with output.open("wb") as file:
+            process = warm.start(command, cwd=ROOT, stdout=file, stderr=file)
+        return Trainer(process, output)
 
-    def stop(self) -> None:
-        """End the parent of all trainers."""
-        self._process.communicate(timeout=60)
+
+def _leave_of(home: Path, pid: int) -> Path:
+    return home / f"{pid}.go"
 
 
 # ---- what trainers do, each in a process of its own
@@ -173,47 +187,11 @@ def _stall() -> None:
 
 
 def _pause() -> None:
-    path = Path(sys.argv[1]) / f"{os.getpid()}.go"
-    while not path.exists():
+    leave = _leave_of(Path(sys.argv[1]), os.getpid())
+    while not leave.exists():
         time.sleep(0.01)
 
 
-# ---- the parent of all trainers
-
-
-def _serve(home: Path) -> None:
-    import weight_update.schemes.scheme  # noqa: F401 - here once, so that trainers start fast
-
-    for line in iter(sys.stdin.readline, ""):
-        action, arguments = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            with _own_output(home):
-                globals()[action](**arguments)
-            return
-        print(pid, flush=True)
-        threading.Thread(target=_note_end, args=(home, pid), daemon=True).start()
-
-
-def _note_end(home: Path, pid: int) -> None:
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    part = home / f"{pid}.part"
-    part.write_text(str(code))
-    part.rename(home / f"{pid}.code")
-
-
-@contextlib.contextmanager
-def _own_output(home: Path) -> Iterator[None]:
-    """Print to a file, unbuffered, and leave the parent's pipes alone."""
-    file = os.open(home / f"{os.getpid()}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    yield
-
-
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    module, name, arguments = json.loads(sys.argv[2])
+    getattr(importlib.import_module(module), name)(**arguments)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from weight_update.report import EngineOutcome, EngineState, Route, UpdateReport
 
 
-def make_report(**more) -> UpdateReport:
-    engines = {
-        "http://a:1": EngineOutcome("http://a:1", EngineState.NEW, "3", paused=False),
-        "http://b:1": EngineOutcome(
-            "http://b:1", EngineState.MIXED, None, paused=True, detail="weights new, cache stale"
-        ),
-    }
+def make_report(modes: tuple[Any, Any] = ("retract", "retract"), **more: Any) -> UpdateReport:
+    a = EngineOutcome("http://a:1", EngineState.NEW, "3", paused=False)
+    b = EngineOutcome(
+        "http://b:1", EngineState.MIXED, None, paused=True, detail="weights new, cache stale"
+    )
+    engines = {o.url: replace(o, pause_mode=mode) for o, mode in zip((a, b), modes, strict=True)}
     facts = {
         "version": 3,
         "bytes": 4_000_000,
@@ -47,6 +48,15 @@ def test_a_report_reads_as_one_line_an_engine_and_one_a_warning() -> None:
     ]
 
 
+def test_a_report_of_engines_that_differ_says_what_became_of_requests_on_each() -> None:
+    report = make_report(("abort", "in_place"))
+    assert str(report).splitlines()[-1] == (
+        "  requests in flight: aborted on http://a:1, frozen on http://b:1"
+    )
+    assert report.pause_mode is report.in_flight is None
+    assert UpdateReport.from_dict(report.to_dict()) == report
+
+
 def test_a_report_counts_one_thing_in_the_singular() -> None:
     assert "1 tensor, 4.00 MB in 1 bucket," in make_report(tensors=1, buckets=1).headline
 
@@ -68,9 +78,11 @@ def test_a_report_is_plain_json() -> None:
         "paused": True,
         "detail": "weights new, cache stale",
         "verified": "unverified",
+        "pause_mode": "retract",
+        "in_flight": "retracted",
     }
     assert plain["verification"] == "unverified"
-    assert plain["in_flight"] == "retracted"
+    assert (plain["pause_mode"], plain["in_flight"]) == ("retract", "retracted")
     assert plain["warnings"] == ["w"]
     assert plain["gigabytes_per_second"] == 1.0
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,46 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
+from tests.integration.kit import PROMPT, greedy, llama, qwen2, running, wait_for
 from weight_update.reference_engine import ReferenceEngine
 
-PROMPT = [5, 9, 17, 33, 2, 40, 41, 8]
 _numbers = count()
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.2,
-    "eos_token_id": None,
-}
-
-
-def tiny_llama(seed: int) -> LlamaForCausalLM:
-    """Make a random Llama whose output depends visibly on its weights; it has no end token."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).eval()
-
-
-def tiny_qwen2(seed: int) -> Qwen2ForCausalLM:
-    """Make a random Qwen2 with tied embeddings."""
-    torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)).eval()
-
-
-def greedy(model: LlamaForCausalLM, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Return what transformers generates greedily."""
-    ids = torch.tensor([list(prompt)])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 @dataclass(frozen=True)
@@ -200,14 +165,6 @@ def background() -> Iterator[Callable[..., Future[Any]]]:
         yield pool.submit
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Poll until ``condition`` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition never came true"
-        time.sleep(0.01)
-
-
 def stays_open(call: Future[Any], seconds: float = 0.3) -> bool:
     """Whether a call is still not answered after a while."""
     try:
@@ -225,19 +182,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def running(engine: ReferenceEngine) -> int:
-    """The number of running requests that the engine shows."""
-    return int(get(engine, "/v1/loads").json["loads"][0]["num_running_reqs"])
-
-
 @pytest.fixture(scope="session")
 def model_a() -> LlamaForCausalLM:
-    return tiny_llama(0)
+    return llama(0)
 
 
 @pytest.fixture(scope="session")
 def model_b() -> LlamaForCausalLM:
-    return tiny_llama(1)
+    return llama(1)
 
 
 @pytest.fixture(scope="session")
@@ -245,8 +197,7 @@ def kit() -> SimpleNamespace:
     """The helpers of this file, without an import that depends on pytest's import mode."""
     return SimpleNamespace(
         PROMPT=PROMPT,
-        tiny_llama=tiny_llama,
-        tiny_qwen2=tiny_qwen2,
+        qwen2=qwen2,
         greedy=greedy,
         call=http_call,
         post=post,

@@ -168,7 +168,7 @@ def test_text_goes_through_the_models_tokenizer(tmp_path, kit, model_a):
 
 
 def test_a_qwen2_model_with_tied_embeddings_is_served_and_updated_too(kit):
-    first, second = (kit.tiny_qwen2(seed) for seed in (0, 1))
+    first, second = (kit.qwen2(seed) for seed in (0, 1))
     with ReferenceEngine(first) as engine:
         assert engine.generate(kit.PROMPT)["output_ids"] == kit.greedy(first, kit.PROMPT, 16)
         trainer = kit.Trainer(engine)

@@ -10,10 +10,11 @@ import pytest
 from weight_update.reference_engine import RELEASES, ReferenceEngine
 from weight_update.reference_engine.edge import RequestLog
 from weight_update.reference_engine.faults import FaultBoard
+from weight_update.reference_engine.front import ServerInfo
 from weight_update.reference_engine.group import GroupAddress
 from weight_update.reference_engine.releases import release_named
 from weight_update.reference_engine.routes import openapi
-from weight_update.reference_engine.server import Server, ServerInfo
+from weight_update.reference_engine.server import Server
 
 ALL = [f"0.5.{patch}" for patch in range(6, 24)]
 

@@ -133,7 +133,7 @@ def test_a_rank_that_drops_a_weight_shows_in_its_digests_alone(
 
 
 def test_tied_embeddings_are_divided_too(kit):
-    first, second = (kit.tiny_qwen2(seed) for seed in (0, 1))
+    first, second = (kit.qwen2(seed) for seed in (0, 1))
     with ReferenceEngine(first, tp=2) as engine:
         assert output(engine, kit) == kit.greedy(first, kit.PROMPT, 24)
         with SGLangWeightSyncScheme(engine.url).create_sender() as sender:

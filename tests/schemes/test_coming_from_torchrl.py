@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,13 +75,8 @@ def test_a_class_has_the_same_methods_with_the_same_arguments(name: str) -> None
 # -- the page -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ReferenceEngine]:
-    with ReferenceEngine(kit.llama(0)) as started:
-        yield started
-
-
 def test_every_block_of_the_page_runs(engine: ReferenceEngine) -> None:
+    kit.relabel(engine, "default")
     collectors = [kit.Collector(), kit.Collector()]
     names: dict[str, Any] = {
         "policy_training": SimpleNamespace(model=kit.llama(1)),

@@ -19,7 +19,7 @@ from tests.integration import kit
 from tests.schemes.told import MadeUp, failure, made_up, report_of
 from tests.schemes.wandb_file import rows_of
 from weight_update import ConfigurationError, EngineRejected, SGLangWeightSender
-from weight_update.schemes.metrics import PREFIX
+from weight_update.delivery.metrics import PREFIX
 
 WAIT = 30.0
 Series = dict[str, list[tuple[int, float]]]

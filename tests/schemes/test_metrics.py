@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.schemes.told import report_of
+from weight_update.delivery.metrics import Standing, metrics_of
 from weight_update.schemes.loggers import History, Start
-from weight_update.schemes.metrics import Standing, metrics_of
 
 
 def short(metrics: dict[str, float]) -> dict[str, float]:

@@ -32,19 +32,6 @@ SKIPPED = "Skipping the SGLang radix-cache flush"
 META = get_model_metadata(kit.llama(1))
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[ReferenceEngine]:
-    with ReferenceEngine(kit.llama(0)) as started:
-        yield started
-
-
-@pytest.fixture
-def engine(running: ReferenceEngine) -> Iterator[ReferenceEngine]:
-    """The engine, usable again afterwards."""
-    yield running
-    kit.revive(running)
-
-
 def weights() -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in kit.llama(1).state_dict().items()}
 

@@ -8,6 +8,7 @@ from typing import Any
 from weight_update import EngineState, SGLangWeightSender, UpdateReport
 from weight_update.errors import EngineRejected
 from weight_update.report import EngineOutcome
+from weight_update.schemes.listeners import Listeners
 
 URL = "http://a:1"
 
@@ -73,6 +74,9 @@ class MadeUpScheme:
 
     class options:
         trainer_ranks = "one"
+
+    def __init__(self) -> None:
+        self.listeners = Listeners()
 
     def create_transport(self) -> MadeUp:
         return MadeUp()

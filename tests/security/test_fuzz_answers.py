@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from weight_update.engines import recognition
-from weight_update.engines.connections import Answer
-from weight_update.engines.http import EngineHttp, json_of
+from weight_update.engines.answers import Answer, AnswerReader, json_of
+from weight_update.engines.http import EngineHttp
 from weight_update.engines.probing import Asker, ServerFacts
 from weight_update.engines.sglang import facts as sglang_facts
 from weight_update.engines.sglang import names as sglang_names
@@ -126,7 +126,7 @@ ANSWERS = st.lists(st.tuples(STATUSES, BODIES, TYPES), min_size=1, max_size=4)
 
 
 def attach(client: SGLangClient, answers: list[tuple[int, bytes, str | None]]) -> SGLangClient:
-    client._http._connections = Puppet(answers)  # type: ignore[assignment]
+    client._calls._connections = Puppet(answers)  # type: ignore[assignment]
     return client
 
 
@@ -333,7 +333,7 @@ def test_any_list_of_workers_is_urls_or_refused(route: str, body: Any) -> None:
 @example(DEEP[0], "application/json")
 def test_any_body_is_json_or_nothing_and_has_words(body: bytes, kind: str | None) -> None:
     client = attach(SGLangClient(URL, HttpOptions()), [(500, body, kind)])
-    response = client._http.call("GET", "/x", phase="connect", deadline=soon())
+    response = client._calls.call("GET", "/x", phase="connect", deadline=soon())
     json_of(response)
     words = client.words(response)
     assert 0 < len(words) <= 500
@@ -433,8 +433,10 @@ def test_any_bytes_on_the_wire_are_an_answer_or_a_typed_error(
     answer: bytes, raw: RawServer
 ) -> None:
     raw.answer = answer
-    http = EngineHttp(raw.url, HttpOptions(api_key="k"))
+    options = HttpOptions(api_key="k")
+    http = EngineHttp(raw.url, options)
     result = answered(lambda: http.call("GET", "/x", phase="connect", deadline=Deadline(5.0)))
     if isinstance(result, requests.Response):
-        assert len(str(http.rejection(result, phase="connect"))) < 4_000
+        error = AnswerReader(raw.url, options).rejection(result, phase="connect")
+        assert len(str(error)) < 4_000
     http.close()

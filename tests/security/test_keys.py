@@ -12,14 +12,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cases.fake_http import Answer, Asked, FakeServer
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, PAUSE, STAMP, UPDATE
 
+from tests.cases.fake_http import Answer, Asked, FakeServer
+from tests.integration import kit
+from tests.integration.kit import (
+    ADMIN_KEY,
+    BEGIN,
+    CONTINUE,
+    END,
+    FLUSH,
+    INIT,
+    KEY,
+    PAUSE,
+    STAMP,
+    UPDATE,
+)
 from weight_update import SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
-
-from .conftest import ADMIN_KEY, KEY
 
 SECRET = "5ecret"
 

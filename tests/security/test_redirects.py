@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cases.fake_http import Answer, Asked, FakeServer
-from integration import kit
-from integration.kit import BEGIN, INIT, PAUSE
 
+from tests.cases.fake_http import Answer, Asked, FakeServer
+from tests.integration import kit
+from tests.integration.kit import ADMIN_KEY, BEGIN, INIT, KEY, PAUSE
 from weight_update import SGLangWeightSyncScheme, WeightUpdateError
 from weight_update.engines.recognition import probe
 from weight_update.engines.sglang.client import SGLangClient
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
-
-from .conftest import ADMIN_KEY, KEY
 
 KEYS = HttpOptions(api_key=KEY, admin_api_key=ADMIN_KEY)
 

@@ -14,16 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integration import kit
-from integration.kit import INIT, UPDATE
 
+from tests.integration import kit
+from tests.integration.kit import ADMIN_KEY, INIT, KEY, UPDATE
 from weight_update import SGLangWeightSender, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.transports.process_group import UpdateGroup
 from weight_update.update.turns import turn
 from weight_update.waiting import Deadline, spawn
-
-from .conftest import ADMIN_KEY, KEY
 
 CPU = torch.device("cpu")
 LISTENING = "0A"

@@ -39,9 +39,8 @@ ALLOWED = {
     ("engines/sglang/actor.py", ".remote"): CLUSTER,
     ("engines/sglang/actor.py", "method.remote"): CLUSTER,
     ("collectors/remote_counting.py", "handle.increment_version.remote"): CLUSTER,
-    ("collectors/remote_counting.py", "handle.cascade_execute.remote"): CLUSTER,
+    ("collectors/remote_counting.py", "h.cascade_execute.remote"): CLUSTER,
     ("collectors/remote_counting.py", "h.register_scheme_receiver.remote"): CLUSTER,
-    ("collectors/torchrl_adapter.py", "handle.cascade_execute.remote"): CLUSTER,
     (
         "engines/sglang/payload.py",
         "pickle",

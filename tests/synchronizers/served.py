@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from update.fakes import FakeEngine, FakeGroup, FakePacker
 
+from tests.update.fakes import FakeEngine, FakeGroup, FakePacker
 from weight_update.delivery.delivery import Delivery
 from weight_update.delivery.deployment import WholeModel
 from weight_update.options import UpdateOptions

@@ -6,17 +6,13 @@ python -m tests.synchronizers.sharded_policy RANK PORT URL...
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.integration import kit
 from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from integration import kit
 
 
 def main(rank: int, port: int, urls: list[str]) -> None:

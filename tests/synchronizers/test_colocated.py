@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, END, PAUSE
 from torch import nn
 
+from tests.integration import kit
+from tests.integration.kit import BEGIN, CONTINUE, END, PAUSE
 from weight_update import ConfigurationError, EngineState, WeightUpdateError
 from weight_update.reference_engine import Fault, ReferenceEngine
 from weight_update.synchronizers import SGLangGeneration, TorchPolicy, create_weight_synchronizer

@@ -15,9 +15,20 @@ from typing import Any
 import pytest
 import requests
 import torch
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, END, FLUSH, INIT, LEAVE, PAUSE, UPDATE, USUAL_STEPS
 
+from tests import warm
+from tests.integration import kit
+from tests.integration.kit import (
+    BEGIN,
+    CONTINUE,
+    END,
+    FLUSH,
+    INIT,
+    LEAVE,
+    PAUSE,
+    UPDATE,
+    USUAL_STEPS,
+)
 from weight_update import ConfigurationError, EngineState, WeightUpdateError
 from weight_update.errors import EngineRejected, UpdateTimeout
 from weight_update.ports import free_port
@@ -177,7 +188,7 @@ def test_every_rank_of_a_sharded_trainer_calls_and_all_get_the_same(two: list[Re
     log, urls, port = kit.Log(*two), [engine.url for engine in two], str(free_port())
     script = [sys.executable, "-m", "tests.synchronizers.sharded_policy"]
     ranks = [
-        subprocess.Popen([*script, str(rank), port, *urls], cwd=ROOT, stdout=subprocess.PIPE)
+        warm.start([*script, str(rank), port, *urls], cwd=ROOT, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     told = [rank.communicate(timeout=300)[0].decode().splitlines()[-1] for rank in ranks]

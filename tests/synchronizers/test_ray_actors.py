@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration import kit
 from weight_update import (
     ConfigurationError,
     EngineRejected,
@@ -20,7 +21,6 @@ from weight_update import (
     WeightUpdateError,
 )
 from weight_update.engines.sglang import actor
-from weight_update.options import HttpOptions
 from weight_update.reference_engine import ReferenceEngine
 from weight_update.synchronizers import (
     SGLangGeneration,
@@ -30,7 +30,6 @@ from weight_update.synchronizers import (
 from weight_update.waiting import Deadline
 
 from . import ray_cluster, ray_engines
-from .conftest import kit
 from .ray_engines import EngineWithoutSessions, OwnEngine, RoutedEngine, ServerStarter
 
 ray = pytest.importorskip("ray")
@@ -315,7 +314,7 @@ def test_an_argument_is_left_out_only_where_that_changes_nothing(
     body: dict[str, Any], takes: tuple[str, ...], expected: dict[str, Any] | str
 ) -> None:
     handle = Handle(*takes)
-    calls = actor.ActorCalls(handle, HttpOptions())
+    calls = actor.ActorCalls(handle)
     calls._answer = lambda *_: (200, {})  # type: ignore[method-assign]
     response = calls.call(
         "POST", "/update_weights_from_tensor", phase="transfer", deadline=Deadline(5.0), body=body

@@ -206,7 +206,7 @@ def test_a_sender_that_fails_is_told_of_when_the_receivers_have_ended_too(make: 
 
 @ROWS
 def test_receivers_that_never_end_are_waited_for_in_bounds(make: Any):
-    sync, journal = make(refit_timeout_s=0.1)
+    sync, journal = make(refit_timeout_s=0.5)
     send, receive = SIDES[make]
     journal.futures[send] = [failed(RuntimeError("the sender broke"))]
     journal.futures[receive] = [Future()]
@@ -217,7 +217,7 @@ def test_receivers_that_never_end_are_waited_for_in_bounds(make: Any):
 @ROWS
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_side_that_hangs_ends_with_the_time(make: Any, side: int):
-    sync, journal = make(refit_timeout_s=0.1)
+    sync, journal = make(refit_timeout_s=0.5)
     journal.futures[SIDES[make][side]] = [Future()]
     with pytest.raises(UpdateTimeout, match="Weight transfer failed: 1 of 2 workers did not"):
         sync.sync_weights()

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from integration import kit
-from integration.kit import BEGIN, CONTINUE, END, FLUSH, PAUSE
 
+from tests.integration import kit
+from tests.integration.kit import BEGIN, CONTINUE, END, FLUSH, PAUSE
 from weight_update import ConfigurationError, WeightUpdateError
 from weight_update.errors import EngineRejected, UpdateTimeout
 from weight_update.options import MASTER_ADDRESS_VARIABLE, PAUSE_MODE_VARIABLE
@@ -91,11 +91,16 @@ def test_who_wants_no_flush_may_let_requests_stand_still(kv_policy: Any):
     assert made.pause_generation_mode == "in_place"
 
 
-def test_a_transport_that_is_not_for_one_device_is_refused_where_it_is_shared():
-    made = SGLangGeneration(URL, transport="disk")
+@pytest.mark.parametrize(
+    ("transport", "colocated"), [("disk", True), ("broadcast", True), ("ipc", False)]
+)
+def test_a_transport_that_does_not_go_with_the_placement_is_refused(
+    transport: Any, colocated: bool
+):
+    made = SGLangGeneration(URL, transport=transport)
 
-    with pytest.raises(ConfigurationError, match="transport='disk'"):
-        made.delivery(colocated=True, timeout_s=None, policy=None)
+    with pytest.raises(ConfigurationError, match=f"'{transport}' does not go with colocated="):
+        made.delivery(colocated=colocated, timeout_s=None, policy=None)
 
 
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from integration import kit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.integration import kit
 from weight_update import ConfigurationError, WeightUpdateError
 from weight_update.synchronizers.facades import optimizer_state
 from weight_update.synchronizers.facades.optimizer_state import OptimizerState

@@ -11,7 +11,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -22,7 +22,15 @@ import torch
 from safetensors import safe_open
 
 from weight_update.engines.model_folder import read_shapes
-from weight_update.errors import ConfigurationError, WeightMismatchError, WeightUpdateError
+from weight_update.errors import (
+    Applied,
+    ConfigurationError,
+    EngineRejected,
+    EngineUnreachable,
+    UpdateTimeout,
+    WeightMismatchError,
+    WeightUpdateError,
+)
 from weight_update.options import UpdateOptions
 from weight_update.transports import folders as folders_module
 from weight_update.transports.disk import DiskPacker, open_no_group
@@ -314,6 +322,50 @@ def test_what_an_engine_may_still_read_is_there_while_the_next_is_written(
     folders.keep_newest()
     with folders.written(1):
         assert before.is_dir()
+
+
+def rejected(applied: Applied) -> EngineRejected:
+    error = EngineRejected("no")
+    error.applied = applied
+    return error
+
+
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [
+        (UpdateTimeout("no answer"), True),
+        (EngineUnreachable("reset"), True),
+        (rejected("unknown"), True),  # whoever is in between may have said so
+        (rejected("partly"), False),
+        (None, False),
+    ],
+    ids=["silent", "cut off", "refused by who knows", "refused", "taken"],
+)
+def test_a_folder_stays_until_the_engine_that_reads_it_has_answered(
+    end: WeightUpdateError | None, kept: bool, folders: VersionFolders
+) -> None:
+    packer = packer_of(folders)
+    read = written(packer, {"a": torch.ones(1)})
+    with suppress(WeightUpdateError), folders.reading(read, "http://slow"):
+        if end is not None:
+            raise end
+    for _ in range(3):
+        written(packer, {"a": torch.ones(1)})
+        folders.keep_newest()
+        assert read.is_dir() == kept
+
+
+def test_a_folder_that_nobody_answered_for_goes_when_its_reader_reads_another(
+    folders: VersionFolders, tmp_path: Path
+) -> None:
+    packer = packer_of(folders)
+    for _ in range(3):  # a silent engine keeps one at most
+        place = written(packer, {"a": torch.ones(1)})
+        with suppress(UpdateTimeout), folders.reading(place, "http://slow"):
+            raise UpdateTimeout("no answer")
+        newest = written(packer, {"a": torch.ones(1)})
+        folders.keep_newest()
+        assert set(home_of(tmp_path).glob("version-*")) == {place, newest}
 
 
 def test_closing_removes_everything_and_nothing_else(

@@ -12,7 +12,9 @@ import torch
 from weight_update.errors import EngineRejected, EngineUnreachable, UpdateTimeout
 from weight_update.facts import Digests, Intake, NameCheck, Sighting
 from weight_update.options import UpdateOptions
-from weight_update.update.updater import Payload, Push, Updater
+from weight_update.update.planning import Payload
+from weight_update.update.push import Push
+from weight_update.update.updater import Updater
 from weight_update.update.ways import Ends
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket
@@ -52,6 +54,7 @@ class FakeEngine:
     faults: dict[str, list[Exception | None]] = field(default_factory=dict)
     can: bool = True
     salts_prefixes: bool = True
+    ends_without_group: bool = False
     layout: str | None = None
     instance: str = "first"
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from weight_update.facts import NameCheck
-from weight_update.update.updater import Payload, Push
+from weight_update.update.planning import Payload
+from weight_update.update.push import Push
 from weight_update.weights.cargo import Cargo
 from weight_update.weights.specs import TensorSpec, Weight
 

@@ -12,19 +12,17 @@ from typing import Any
 
 import pytest
 
+from tests.faults import truth
+from tests.faults.world import NAMES, Strike, World, value_of
 from weight_update import ConfigurationError, EngineState, WeightUpdateError
 from weight_update.errors import EngineUnreachable
 from weight_update.report import Progress
+from weight_update.update.planning import Payload
+from weight_update.update.push import Push
 from weight_update.update.turns import turn
-from weight_update.update.updater import Payload, Push, Updater
+from weight_update.update.updater import Updater
 from weight_update.waiting import Deadline
 from weight_update.weights.extract import extract_weights
-
-# The model engines of the fault tables are used here too; `tests` itself is no package.
-sys.path.append(str(Path(__file__).parents[1]))
-
-from faults import truth
-from faults.world import NAMES, Strike, World, value_of
 
 NEW, OLD, MIXED = EngineState.NEW, EngineState.OLD, EngineState.MIXED
 UNREACHABLE = EngineState.UNREACHABLE
@@ -178,6 +176,19 @@ def test_a_second_sender_waits_for_its_turn() -> None:
     assert not second.is_alive()
     assert set(home.fleet[0].fingerprint) == {3.0}
     assert home.fleet[0].label_shown == "3"
+
+
+def test_an_update_that_waited_for_another_of_its_sender_counts_on_from_it() -> None:
+    home = World(1, threads=True, options={"initial_version": 7})
+    home.push(1.0)
+    versions: list[int] = []
+    second = threading.Thread(target=lambda: versions.append(home.push(3.0).version), daemon=True)
+
+    during_the_pause(home, second.start)
+    second.join(30)
+
+    assert versions == [10]
+    assert home.fleet[0].label_shown == "10"
 
 
 def test_two_senders_on_one_engine_never_interleave() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from tests.update.fakes import house
 from weight_update.errors import WeightUpdateError
-from weight_update.update.updater import Payload, Push
+from weight_update.update.planning import Payload
+from weight_update.update.push import Push
 from weight_update.weights.extract import extract_weights
 
 

@@ -10,7 +10,9 @@ import torch
 from tests.update.fakes import FakeEngine, FakeGroup, FakePacker
 from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError
 from weight_update.options import UpdateOptions
-from weight_update.update.updater import Payload, Push, Updater
+from weight_update.update.planning import Payload
+from weight_update.update.push import Push
+from weight_update.update.updater import Updater
 from weight_update.update.ways import Ends
 from weight_update.weights.buckets import Bucket
 from weight_update.weights.cargo import Cargo

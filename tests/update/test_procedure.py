@@ -19,7 +19,8 @@ from weight_update import EngineState, UpdateTimeout, WeightUpdateError
 from weight_update.facts import Intake
 from weight_update.report import Progress
 from weight_update.update.fleet import Fleet
-from weight_update.update.updater import Payload, Push
+from weight_update.update.planning import Payload
+from weight_update.update.push import Push
 from weight_update.weights.extract import extract_weights
 
 _spec = importlib.util.spec_from_file_location("fakes", Path(__file__).parent / "fakes.py")

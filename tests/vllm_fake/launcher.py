@@ -12,6 +12,8 @@ from typing import Any
 
 import requests
 
+from tests import warm
+
 from .faults import Fault
 
 _ROOT = Path(__file__).parents[2]
@@ -65,10 +67,10 @@ class FakeVLLM:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Any:
         self._listens = False
         arguments = [str(self._port), self.release, str(self.seed)]
-        return subprocess.Popen(
+        return warm.start(
             [sys.executable, "-m", "tests.vllm_fake.server", *arguments],
             cwd=_ROOT,
             stdout=subprocess.PIPE,

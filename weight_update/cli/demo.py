@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weight_update.cli.output import Exit, console, needs_extra, usage
+from weight_update.cli.output import Exit, console, needs_extra, plain, usage
 
 if TYPE_CHECKING:
     from weight_update.demo.run import Options
@@ -94,7 +94,7 @@ def demo(
     needs_extra("weight-update demo")
     try:
         # Before anything else, so that no older report can be taken for this run's.
-        _write(report, {"proven": False, "error": "the demo did not finish"})
+        _write(report, _unproven(RuntimeError("the demo did not finish")))
     except OSError as error:
         usage(f"--report {report}: {error.strerror}")
     from weight_update.demo.run import Options
@@ -119,13 +119,17 @@ def _demonstrate(options: Options, path: Path, started: float) -> bool:
         evidence = run(options, display)
     except (DemoError, WeightUpdateError) as error:
         display.say(f"The demo failed, and nothing was proven: {error}")
-        _write(path, {"proven": False, "error": str(error)})
+        _write(path, _unproven(error))
         return False
     seconds = time.perf_counter() - started
     numbers = report(evidence, seconds)
     _write(path, numbers)
     display.verdict(claims(evidence), seconds, path)
     return bool(numbers["proven"])
+
+
+def _unproven(error: Exception) -> dict[str, Any]:
+    return {"proven": False, "error": plain(error)}
 
 
 def _write(path: Path, numbers: dict[str, Any]) -> None:

@@ -7,13 +7,9 @@ from typing import Any
 
 from weight_update.cli.doctor_facts import ModelFacts
 from weight_update.cli.findings import Finding
+from weight_update.engines.names import Loader, compare_names
 from weight_update.engines.probing import ServerFacts
-from weight_update.engines.sglang.names import (
-    Loader,
-    are_names_known,
-    compare_names,
-    loader_of,
-)
+from weight_update.engines.sglang.names import are_names_known, loader_of
 from weight_update.engines.vllm.facts import VLLMFacts
 from weight_update.errors import some_of
 from weight_update.weights.name_map import rule_against_mark

@@ -43,6 +43,21 @@ def give(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def plain(error: BaseException) -> dict[str, Any]:
+    """An error as JSON values, which are the same in the output of every command.
+
+    Example:
+        >>> plain(OSError("no space"))["kind"], sorted(plain(OSError("no space")))
+        ('OSError', ['engine', 'engines', 'kind', 'message', 'phase', 'remedy'])
+    """
+    from weight_update.errors import WeightUpdateError
+
+    if isinstance(error, WeightUpdateError):
+        return {name: value for name, value in error.to_dict().items() if name != "report"}
+    nothing: dict[str, Any] = {"engine": None, "engines": [], "phase": None, "remedy": ""}
+    return {"kind": type(error).__name__, "message": str(error), **nothing}
+
+
 class ListOnStdout:
     """A JSON list whose items are written as they come; it is whole when the block ends."""
 
@@ -124,7 +139,11 @@ def one_interrupt() -> Iterator[None]:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
         print("\ninterrupted; the servers are put in a known state ...", file=sys.stderr)
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        raise (
+            Terminated("terminated")
+            if number == signal.SIGTERM
+            else KeyboardInterrupt("interrupted")
+        )
 
     before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

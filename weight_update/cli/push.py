@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from weight_update.cli import options
+from weight_update.cli import options, push_options
 from weight_update.cli.doctor import http_options, show
 from weight_update.cli.output import (
     Exit,
@@ -17,6 +17,7 @@ from weight_update.cli.output import (
     console,
     give,
     one_interrupt,
+    plain,
     result_on_stdout,
     say,
     usage,
@@ -58,7 +59,7 @@ Example:
   weight-update push --server http://a:30000 ./checkpoint --transport disk --directory /shared
 
 With --json, standard output is the report and nothing else; after a failure it has "error"
-too. Progress goes to standard error.
+(kind, message, engine, engines, phase, remedy) too. Progress goes to standard error.
 
 \b
 Exit codes:
@@ -78,98 +79,6 @@ Environment:
   WEIGHT_UPDATE_DIRECTORY        stands in for --directory
 Keys have no option: arguments are visible to everyone on the host (ps).
 """
-
-
-CheckpointDir = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help="Folder with safetensors, as save_pretrained writes it, or a file with a state_dict.",
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Say what would be sent and what doctor finds; send nothing."),
-]
-CastTo = Annotated[
-    options.CastTo | None,
-    typer.Option(
-        "--dtype",
-        help="Cast floating weights on the way; engine means to what the servers compute with. "
-        "By default as stored.",
-    ),
-]
-NameMap = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--name-map",
-        metavar="REGEX=REPLACEMENT",
-        help="Rename weights: every match of the regular expression is replaced. Repeat it for "
-        "more; they are applied in order. The last = divides.",
-    ),
-]
-TrimVocabulary = Annotated[
-    bool,
-    typer.Option(
-        "--trim-vocabulary",
-        help="Cut off rows of the embedding and the output layer beyond the servers' vocabulary.",
-    ),
-]
-CheckFinite = Annotated[
-    bool,
-    typer.Option(
-        "--check-finite",
-        help="Look at every value before anything is paused, and refuse NaN and infinity. Reads "
-        "the checkpoint once more.",
-    ),
-]
-BucketBytes = Annotated[
-    int | None,
-    typer.Option(
-        "--bucket-bytes",
-        metavar="BYTES",
-        min=1,
-        help="Weights of one request; two buckets are held in memory. By default it is chosen from "
-        "the memory that is free; the report says how large it was.",
-    ),
-]
-Directory = Annotated[
-    Path | None,
-    typer.Option(
-        "--directory",
-        metavar="DIR",
-        file_okay=False,
-        help="Where --transport disk writes; the servers must see it under the same path. By "
-        "default this host's memory, if all servers run here.",
-    ),
-]
-Check = Annotated[
-    bool,
-    typer.Option(
-        "--check/--no-check",
-        help="First compare names and shapes with what the servers say they have, and refuse what "
-        "does not fit: SGLang itself may take it without a word.",
-    ),
-]
-Quorum = Annotated[
-    int | None,
-    typer.Option(
-        "--quorum",
-        metavar="N",
-        min=1,
-        help="How many servers must take it; those that fail are left out and reported. By "
-        "default all must.",
-    ),
-]
-Verify = Annotated[
-    options.Verify | None,
-    typer.Option(
-        "--verify",
-        help="How servers prove, before they continue, that they hold what was sent: digests of "
-        "all weights, some weights read back, or whatever they can do (auto, the default; off "
-        "with --no-check).",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -220,24 +129,24 @@ class Job:
 
 
 def push(
-    checkpoint: CheckpointDir,
+    checkpoint: push_options.CheckpointDir,
     server: options.Server,
-    dry_run: DryRun = False,
+    dry_run: push_options.DryRun = False,
     as_json: options.Json = False,
     engine: options.Engine = options.EngineName.AUTO,
     pause_mode: options.Pause = None,
-    dtype: CastTo = None,
-    name_map: NameMap = None,
-    trim_vocabulary: TrimVocabulary = False,
-    check_finite: CheckFinite = False,
+    dtype: push_options.CastTo = None,
+    name_map: push_options.NameMap = None,
+    trim_vocabulary: push_options.TrimVocabulary = False,
+    check_finite: push_options.CheckFinite = False,
     timeout: options.Timeout = 300.0,
-    bucket_bytes: BucketBytes = None,
+    bucket_bytes: push_options.BucketBytes = None,
     device: options.Device = "cpu",
     transport: options.HowToTravel = None,
-    directory: Directory = None,
-    check: Check = True,
-    verify: Verify = None,
-    quorum: Quorum = None,
+    directory: push_options.Directory = None,
+    check: push_options.Check = True,
+    verify: push_options.Verify = None,
+    quorum: push_options.Quorum = None,
     master_address: options.MasterAddress = None,
     master_port: options.MasterPort = None,
     ca_file: options.CaFile = None,
@@ -458,13 +367,7 @@ def _plan_line(plan: dict[str, Any]) -> str:
 def _failed(order: Order, error: WeightUpdateError, sender: SGLangWeightSender | None) -> NoReturn:
     report = {} if error.report is None else error.report.to_dict()
     if order.as_json:
-        what = {
-            "message": error.message,
-            "engine": error.engine,
-            "phase": error.phase,
-            "remedy": error.remedy,
-        }
-        give({**report, "error": what})
+        give({**report, "error": plain(error)})
     say(str(error))
     outcomes = [] if sender is None else list(sender.engines.values())
     touched = error.phase not in _BEFORE_ANY_SERVER
@@ -480,8 +383,8 @@ def _interrupted(
 ) -> NoReturn:
     outcomes = sender.engines
     if order.as_json:
-        engines = {url: {"state": o.state, "paused": o.paused} for url, o in outcomes.items()}
-        give({"engines": engines, "error": {"message": "interrupted"}})
+        engines = {url: outcome.to_dict() for url, outcome in outcomes.items()}
+        give({"engines": engines, "error": plain(interrupt)})
     say("interrupted; what every server holds:")
     for outcome in outcomes.values():
         say(f"  {outcome}")

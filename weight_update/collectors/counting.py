@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -10,10 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from weight_update.collectors.self_counting import moved_by, self_counting
-from weight_update.errors import ConfigurationError
 from weight_update.waiting import spawn
-
-_log = logging.getLogger("weight_update")
 
 # Engines wait, paused, while collectors count.
 _COUNT_SECONDS = 5.0
@@ -49,31 +45,6 @@ class Counters:
 
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
-
-    def add(self, collector: Any) -> None:
-        """Has a collector count; one that counts already is left as it is.
-
-        Raises:
-            ConfigurationError: It has no ``increment_version``, or its workers can't be reached.
-        """
-        if isinstance(collector, type):
-            raise ConfigurationError(
-                f"a collector is needed, and {collector.__name__} is a class",
-                remedy="register what was made of it",
-            )
-        # They have counters too.
-        from weight_update.collectors.remote_counting import remote_of
-        from weight_update.collectors.torchrl_adapter import actor_behind
-
-        collector = actor_behind(collector)
-        if collector in self:
-            return
-        remote = remote_of(collector)
-        here = callable(getattr(collector, "increment_version", None))
-        if not here and remote is None:
-            raise ConfigurationError(f"{type(collector).__name__} has no increment_version()")
-        _warn_of_untracked(collector)
-        self.join(collector, remote, here=here)
 
     def join(self, collector: Any, remote: Remote | None, *, here: bool = True) -> None:
         """Has a collector count that is not known yet, and those elsewhere that count for it."""
@@ -137,15 +108,6 @@ class Counters:
 def is_handle(collector: object) -> bool:
     """Whether it stands for an actor; two handles of one are equal, and not the same object."""
     return callable(getattr(getattr(collector, "increment_version", None), "remote", None))
-
-
-def _warn_of_untracked(collector: Any) -> None:
-    if getattr(collector, "policy_version_tracker", collector) is None:
-        _log.warning(
-            "%s tracks no policy version: it counts nothing, and its samples carry no version; "
-            "make it with track_policy_version=True",
-            type(collector).__name__,
-        )
 
 
 def _troubles_of(who: str, call: Future[Any], version: int) -> list[str]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchrl import logger as torchrl_logger
 from torchrl.collectors.llm import LLMCollector, RayLLMCollector
 
-from weight_update.collectors.torchrl_adapter import (
-    CollectorScheme,
-    drive,
-    is_driven,
-    torchrl_logger,
-)
+from weight_update.collectors.collector_scheme import CollectorScheme
+from weight_update.collectors.torchrl_adapter import drive, schemes_of
 from weight_update.errors import ConfigurationError
 
 
@@ -59,7 +56,7 @@ def _check_kind(collector: Any) -> None:
 
 
 def _check_unused(scheme: CollectorScheme, collector: LLMCollector) -> None:
-    if is_driven(collector):
+    if schemes_of(collector) or collector.weight_updater is not None:
         raise ConfigurationError(
             "the collector's updates go through a scheme or a weight updater already: each "
             "would be counted twice",

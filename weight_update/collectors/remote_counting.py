@@ -7,25 +7,24 @@ worker with ``register_scheme_receiver``, before any collects.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from multiprocessing.connection import Connection
-from threading import Lock
 from typing import Any
 
-from weight_update.collectors.counting import Counters, Remote
+from weight_update.collectors.actor_counting import Actors
+from weight_update.collectors.counting import Counters, Remote, is_handle
+from weight_update.collectors.torchrl_adapter import actor_of, count_path
 from weight_update.collectors.worker_counting import Workers, count_at, pipes
 from weight_update.errors import ConfigurationError
 from weight_update.waiting import spawn
 
+_log = logging.getLogger("weight_update")
+
 _PLANT_SECONDS = 30.0
-# An actor that makes a batch answers when it is done; it counts before it makes the next one.
-_BUSY_SECONDS = 0.25
-
-_DEAD = ["is gone"]
-
 _planted = count()
 
 
@@ -51,7 +50,7 @@ class Receiver:
         """Says who makes frames here."""
         self.initialized_on_receiver = True
         self.context = context
-        self._counters.add(context)
+        register(self._counters, context)
 
     def connect(self, **ignored: Any) -> None:
         """Starts to listen."""
@@ -71,54 +70,47 @@ class Receiver:
         self._counters.clear()
 
 
-class Actors:
-    """The actors that make the frames of one collector.
+def register(counters: Counters, collector: Any) -> None:
+    """Has a collector count; one that counts already is left as it is.
 
-    Args:
-        handles: Who they are now.
-        call: Has one count a version, and returns Ray's reference.
-        owner: What they belong to, for warnings.
+    Raises:
+        ConfigurationError: It has no ``increment_version``, or its workers can't be reached.
     """
-
-    def __init__(
-        self,
-        handles: Callable[[], Sequence[Any]],
-        call: Callable[[Any, int], Any],
-        owner: str,
-    ) -> None:
-        self._handles = handles
-        self._call = call
-        self._owner = owner
-        self._busy: dict[Any, tuple[int, Any]] = {}
-        self._dead: list[Any] = []
-        self._one_at_a_time = Lock()
-
-    def count(self, version: int, seconds: float) -> list[str]:
-        """Tells all actors; one that is busy counts when it is done with its batch.
-
-        One that is dead for good is told of once.
-
-        Args:
-            version: The version that the engines have now.
-            seconds: The most that is waited; busy ones are waited for much less.
-
-        Returns:
-            What went wrong, now or with a version that was told before, in words.
-        """
-        with self._one_at_a_time:
-            living = [(i, h) for i, h in enumerate(self._handles()) if h not in self._dead]
-            self._busy |= {self._call(handle, version): (i, handle) for i, handle in living}
-            answered = _answered(list(self._busy), min(seconds, _BUSY_SECONDS))
-            outcomes = [(*self._busy.pop(ref), _outcome(ref)) for ref in answered]
-            self._dead += [handle for _, handle, words in outcomes if words == _DEAD]
-        return [f"actor {i} of {self._owner} {w}" for i, _, words in outcomes for w in words]
-
-    def close(self) -> None:
-        """Nothing is told any more."""
-        self._handles, self._busy = tuple, {}
+    if isinstance(collector, type):
+        raise ConfigurationError(
+            f"a collector is needed, and {collector.__name__} is a class",
+            remedy="register what was made of it",
+        )
+    collector = _actor_behind(collector)
+    if collector in counters:
+        return
+    remote = _remote_of(collector)
+    here = callable(getattr(collector, "increment_version", None))
+    if not here and remote is None:
+        raise ConfigurationError(f"{type(collector).__name__} has no increment_version()")
+    _warn_of_untracked(collector)
+    counters.join(collector, remote, here=here)
 
 
-def remote_of(collector: Any) -> Remote | None:
+def _actor_behind(collector: Any) -> Any:
+    """The handle of the actor that a collector stands for; else what is given.
+
+    Its own ``increment_version()`` waits for an actor that is busy, or is gone.
+    """
+    actor = actor_of(collector)
+    return actor if is_handle(actor) else collector
+
+
+def _warn_of_untracked(collector: Any) -> None:
+    if getattr(collector, "policy_version_tracker", collector) is None:
+        _log.warning(
+            "%s tracks no policy version: it counts nothing, and its samples carry no version; "
+            "make it with track_policy_version=True",
+            type(collector).__name__,
+        )
+
+
+def _remote_of(collector: Any) -> Remote | None:
     """Who counts elsewhere for a collector; None when it makes its frames itself.
 
     Raises:
@@ -129,8 +121,7 @@ def remote_of(collector: Any) -> Remote | None:
         return _planted_in_actors(collector, name)
     if hasattr(collector, "procs") and hasattr(collector, "map_fn"):
         return _planted_in_workers(collector, name)
-    increment = getattr(collector, "increment_version", None)
-    if hasattr(increment, "remote"):
+    if is_handle(collector):
         return Actors(lambda: (collector,), lambda handle, _: _increment(handle), repr(collector))
     return None
 
@@ -158,16 +149,15 @@ def _planted_in_workers(collector: Any, name: str) -> Workers:
 
 
 def _planted_in_actors(collector: Any, name: str) -> Actors:
-    from weight_update.collectors.torchrl_adapter import count_path  # it builds on this file
-
     key = _new_key()
     _await(spawn(_plant_in_actors, collector.remote_collectors, key), name)
+    return receivers_in(lambda: collector.remote_collectors, key, name)
+
+
+def receivers_in(handles: Callable[[], Sequence[Any]], key: str | None, owner: str) -> Actors:
+    """The actors of a collector, in each of which a receiver is registered under a key."""
     path = count_path(key)
-    return Actors(
-        lambda: collector.remote_collectors,
-        lambda handle, version: handle.cascade_execute.remote(path, version),
-        name,
-    )
+    return Actors(handles, lambda h, version: h.cascade_execute.remote(path, version), owner)
 
 
 def _plant_in_actors(handles: Sequence[Any], key: str) -> None:
@@ -196,28 +186,3 @@ def _unreachable(name: str, why: str) -> ConfigurationError:
 def _new_key() -> str:
     # Two senders may plant into one worker: each has a receiver of its own.
     return f"weight_update counts {next(_planted)}"
-
-
-def _answered(references: list[Any], seconds: float) -> list[Any]:
-    """Those of Ray's references that have an answer, by then at the latest."""
-    import ray
-
-    if not references:
-        return []
-    done, _ = ray.wait(references, num_returns=len(references), timeout=seconds, fetch_local=False)
-    return list(done)
-
-
-def _outcome(reference: Any) -> list[str]:
-    import ray
-    from ray import exceptions
-
-    try:
-        told = ray.get(reference)
-    except exceptions.ActorDiedError:
-        return _DEAD
-    except exceptions.RayActorError:  # Ray may be starting it again
-        return ["does not answer"]
-    except Exception as error:  # noqa: BLE001 - whatever the actor raised; the engines are updated
-        return [f"failed ({type(error).__name__}: {error})"]
-    return told if isinstance(told, list) else []

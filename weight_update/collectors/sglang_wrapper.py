@@ -14,9 +14,10 @@ from tensordict.tensorclass import TensorClass
 from torchrl.modules.llm import AsyncSGLang
 from torchrl.modules.llm import SGLangWrapper as _SGLangWrapper
 
+from weight_update.collectors.keyed_engine import KeyedSGLang
 from weight_update.collectors.torchrl_adapter import AnswersHook
 from weight_update.errors import ConfigurationError, EngineRejected
-from weight_update.options import check_choice
+from weight_update.options import HttpOptions, check_choice, check_positive
 from weight_update.rollouts import Versions, is_aborted, retry_aborted, versions_of
 from weight_update.waiting import spawn
 
@@ -40,6 +41,7 @@ _DROPPED_UPSTREAM = (
     "stop_token_ids",
 )
 _SEVERAL = ("n", "num_return_sequences", "best_of")
+_SECONDS = 300.0  # TorchRL's own
 _MAX_NEW_TOKENS = 128  # what TorchRL's client and SGLang take where nothing is said
 
 
@@ -83,18 +85,23 @@ class SGLangWrapper(AnswersHook, _SGLangWrapper):  # type: ignore[misc]
       ``sampling_seed``, ``stop`` and ``stop_token_ids``, which upstream drops without a word.
 
     Args:
-        model: As upstream: a server's URL or an ``AsyncSGLang``.
+        model: As upstream: a server's URL or an ``AsyncSGLang``, which sends no key.
         on_abort: ``"retry"`` starts the response over, ``"continue"`` goes on from the tokens
             that were made (a sample of several versions), ``"mark"`` takes it as it is.
         attempts: How often a response is asked for at most.
+        api_key: Key of the ordinary routes of the server at a URL (or ``WEIGHT_UPDATE_API_KEY``,
+            or else the admin key that is known).
+        timeout: Seconds for a response of the server at a URL, 300 by default; it waits through
+            the server's queue and through updates.
         **options: As upstream.
 
     Raises:
         ConfigurationError: ``on_abort`` is none of these, several responses a prompt are asked
-            for, or there is no tokenizer and ``input_mode`` is not ``"tokens"``. When called: a
-            prompt has no tokens.
+            for, there is no tokenizer and ``input_mode`` is not ``"tokens"``, or ``api_key`` or
+            ``timeout`` is given with a client that has its own. When called: a prompt has no
+            tokens.
         WeightUpdateError: When called: a response was aborted in every attempt.
-        EngineRejected: When called: the server refused a request, with its words.
+        EngineRejected: The server refused the key, or when called a request, with its words.
 
     Example:
         >>> policy = SGLangWrapper("http://127.0.0.1:30000")  # doctest: +SKIP
@@ -103,12 +110,22 @@ class SGLangWrapper(AnswersHook, _SGLangWrapper):  # type: ignore[misc]
     """
 
     def __init__(
-        self, model: Any, *, on_abort: OnAbort = "retry", attempts: int = 8, **options: Any
+        self,
+        model: Any,
+        *,
+        on_abort: OnAbort = "retry",
+        attempts: int = 8,
+        api_key: str | None = None,
+        timeout: float | None = None,
+        **options: Any,
     ) -> None:
         check_choice("on_abort", on_abort, OnAbort)
         _refuse_several(options)
         engine = model.engine if isinstance(model, _Client) else model
-        engine = AsyncSGLang.connect(engine) if isinstance(engine, str) else engine
+        if isinstance(engine, str):
+            engine = _connected(engine, api_key, timeout)
+        else:
+            _refuse_others(api_key=api_key, timeout=timeout)
         super().__init__(engine, **options)
         if self.tokenizer is None and self.input_mode != "tokens":
             raise ConfigurationError(
@@ -238,6 +255,24 @@ def staleness(batch: TensorDictBase, version: int) -> torch.Tensor:
     first, exact = batch.get((KEY, "first")), batch.get((KEY, "exact"))
     unknown = torch.iinfo(torch.int64).max
     return torch.where(exact & (first != UNKNOWN), version - first, unknown)
+
+
+def _connected(url: str, api_key: str | None, timeout: float | None) -> AsyncSGLang:
+    seconds = _SECONDS if timeout is None else timeout
+    check_positive("timeout", seconds, number=float)
+    key = HttpOptions.read(api_key).key_for(control=False)
+    if key is None:
+        return AsyncSGLang(url, timeout=seconds)
+    return KeyedSGLang.reach(url, key, seconds)
+
+
+def _refuse_others(**given: Any) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise ConfigurationError(
+            f"{named[0]}= is for a server that is named by its URL, and this client is made",
+            remedy="pass the server's URL as model",
+        )
 
 
 def _refuse_several(options: Mapping[str, Any]) -> None:

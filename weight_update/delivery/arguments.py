@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weight_update.errors import ConfigurationError
 from weight_update.options import (
     DeviceLike,
     HttpOptions,
@@ -20,6 +21,18 @@ from weight_update.options import (
 from weight_update.transports.address import read_master_address
 from weight_update.weights.name_map import check_name_map
 
+_GROUPS = ("backend", "load_format")
+# By what was chosen, the options that only another choice would look at. Not among them: what
+# TorchRL's programs give whatever they choose (addresses, devices), and `trainer_ranks`, which says
+# who calls, too.
+_UNUSED: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("transport", "broadcast"): ("directory",),
+    ("transport", "ipc"): ("directory",),
+    ("transport", "disk"): _GROUPS,
+    ("lora", "adapter"): ("directory", "bucket_bytes", *_GROUPS),
+    ("lora", "merge"): ("lora_name",),
+}
+
 
 def read_options(arguments: Mapping[str, Any]) -> UpdateOptions:
     """Options from a constructor's arguments, and from the environment where those are None.
@@ -29,7 +42,8 @@ def read_options(arguments: Mapping[str, Any]) -> UpdateOptions:
             passed over. Without a ``directory`` among them, that of the environment is not read.
 
     Raises:
-        ConfigurationError: An argument or a variable cannot work.
+        ConfigurationError: An argument or a variable cannot work, or an argument would be passed
+            over under what others choose.
 
     Example:
         >>> read_options({"self": None, "timeout": 5.0, "tls_verify": False}).http.tls_verify
@@ -39,12 +53,28 @@ def read_options(arguments: Mapping[str, Any]) -> UpdateOptions:
     http = {f.name: arguments[f.name] for f in fields(HttpOptions) if f.name in arguments}
     _check_named_device(given.get("device"))
     check_name_map(given.get("name_map"))
+    asked = dict(given)
     given["master_address"] = read_master_address(given.get("master_address"))
     if given.get("bucket_bytes") is None:
         given["bucket_bytes"] = read_bucket_bytes()
     if "directory" in given:
         given["directory"] = read_directory(given["directory"])
-    return UpdateOptions(**given, http=HttpOptions.read(**http))
+    options = UpdateOptions(**given, http=HttpOptions.read(**http))
+    _refuse_unused(asked)
+    return options
+
+
+def _refuse_unused(asked: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError for an argument that would be passed over without a word."""
+    usual = {f.name: f.default for f in fields(UpdateOptions)}
+    for (chooser, choice), names in _UNUSED.items():
+        if asked.get(chooser, usual[chooser]) == choice:
+            for name in names:
+                if asked.get(name, usual[name]) != usual[name]:
+                    raise ConfigurationError(
+                        f"{name}={asked[name]!r} has no use with {chooser}={choice!r}",
+                        remedy=f"leave {name}= out, or choose another {chooser}=",
+                    )
 
 
 def _check_named_device(device: DeviceLike) -> None:

@@ -16,9 +16,9 @@ from weight_update.errors import ConfigurationError, some_of
 from weight_update.options import UpdateOptions, parse_server_urls
 from weight_update.report import EngineOutcome, ProgressHook, UpdateReport
 from weight_update.update.planning import Payload
+from weight_update.update.push import Push
 from weight_update.update.reader import nobody_else
 from weight_update.update.rehearsal import Rehearsal
-from weight_update.update.updater import Push
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Plan
 from weight_update.weights.checkpoint import Checkpoint

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from weight_update.errors import ConfigurationError
-from weight_update.options import HttpOptions, PauseMode, UpdateOptions
+from weight_update.options import (
+    DIRECTORY_VARIABLE,
+    HttpOptions,
+    PauseMode,
+    UpdateOptions,
+    read_text,
+)
 
 EngineKind = Literal["sglang", "vllm"]
 
@@ -88,6 +94,7 @@ def fleet_options(sections: Sequence[Section]) -> FleetOptions:
     for name in shared:
         _agree(name, sections)
     _refuse_what_one_kind_cannot(first)
+    _refuse_folders(sections)
     _refuse_one_port(sections)
     gpus = [section.options.num_gpus for section in sections]
     known = [number for number in gpus if number is not None]
@@ -126,6 +133,17 @@ def _refuse_what_one_kind_cannot(shared: UpdateOptions) -> None:
             raise ConfigurationError(
                 f"{what} does not go with a fleet, whose servers get whole weights by a broadcast",
                 remedy="leave it out, or give each kind of server a sender of its own",
+            )
+
+
+def _refuse_folders(sections: Sequence[Section]) -> None:
+    """Raises for a folder that was named: that of the environment is for others."""
+    for directory in (section.options.directory for section in sections):
+        if directory not in (None, read_text(DIRECTORY_VARIABLE)):
+            raise ConfigurationError(
+                f"directory={directory!r} is for updates by disk, and a fleet gets weights by a "
+                "broadcast",
+                remedy="leave it out",
             )
 
 

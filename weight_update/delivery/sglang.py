@@ -57,7 +57,7 @@ class SGLangDeployment(WholeModel):
     def open_engine(self, url: str) -> Engine:
         """The engine at a URL; it is asked nothing yet."""
         actor, http = self._actors.get(url), self._options.http
-        calls = None if actor is None else ActorCalls(actor, http)
+        calls = None if actor is None else ActorCalls(actor)
         engine = SGLangEngine(url, http, calls, first_rank=lambda: self._places.first(url))
         self._places.add(url, engine)
         return engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import select
 import ssl
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from requests.adapters import HTTPAdapter
 from requests.utils import DEFAULT_CA_BUNDLE_PATH, get_environ_proxies, select_proxy
 from urllib3 import Timeout
 
+from weight_update.engines.answers import Answer
 from weight_update.options import HttpOptions
 
 # An update asks three things at once.
@@ -33,13 +34,22 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came back, read whole."""
+class Request:
+    """What is asked of a route.
 
-    status: int
-    reason: str
-    headers: Iterable[tuple[str, str]]
-    data: bytes
+    Attributes:
+        method: HTTP method.
+        route: Path below the URL, starting with a slash.
+        body: What is sent, if anything.
+        headers: Besides those that every request has.
+        limits: How long it may take.
+    """
+
+    method: str
+    route: str
+    body: bytes | None = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)  # with a key
+    limits: Limits
 
 
 class NotConnected(Exception):
@@ -49,14 +59,7 @@ class NotConnected(Exception):
 class Connections(Protocol):
     """Asks routes below one URL; nothing is asked twice, and no redirect is followed."""
 
-    def ask(
-        self,
-        method: str,
-        route: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        limits: Limits,
-    ) -> Answer:
+    def ask(self, request: Request) -> Answer:
         """Sends one request and reads the whole answer; raises whatever kept it from that."""
 
     def close(self) -> None:
@@ -88,14 +91,7 @@ class Direct:
         self._tls = _authority(options) if parts.scheme == "https" else None
         self._idle: list[HTTPConnection] = []
 
-    def ask(
-        self,
-        method: str,
-        route: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        limits: Limits,
-    ) -> Answer:
+    def ask(self, request: Request) -> Answer:
         """Sends one request and reads the whole answer.
 
         Raises:
@@ -103,9 +99,9 @@ class Direct:
             OSError: The connection broke; TimeoutError where nothing came in time.
             http.client.HTTPException: What came is no answer.
         """
-        connection = self._taken() or self._opened(limits.connect)
+        connection = self._taken() or self._opened(request.limits.connect)
         try:
-            answer, goes_on = self._asked(connection, method, route, body, headers, limits)
+            answer, goes_on = self._asked(connection, request)
         except BaseException:
             connection.close()
             raise
@@ -115,20 +111,12 @@ class Direct:
             connection.close()
         return answer
 
-    def _asked(
-        self,
-        connection: HTTPConnection,
-        method: str,
-        route: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        limits: Limits,
-    ) -> tuple[Answer, bool]:
+    def _asked(self, connection: HTTPConnection, request: Request) -> tuple[Answer, bool]:
         """The answer, and whether the connection can be used again."""
-        connection.sock.settimeout(limits.read)
+        connection.sock.settimeout(request.limits.read)
         # In one piece: the server wakes once.
-        connection.sock.sendall(self._request(method, route, body, headers))
-        response = HTTPResponse(connection.sock, method=method)
+        connection.sock.sendall(self._encoded(request))
+        response = HTTPResponse(connection.sock, method=request.method)
         try:
             response.begin()
             data = _read(response)
@@ -137,13 +125,14 @@ class Direct:
         answer = Answer(response.status, response.reason, response.getheaders(), data)
         return answer, not response.will_close
 
-    def _request(
-        self, method: str, route: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> bytes:
-        sized = {} if body is None and method == "GET" else {"Content-Length": len(body or b"")}
-        named = {"Host": self._name, "Accept-Encoding": "identity", **headers, **sized}
-        lines = [f"{method} {self._base}{route} HTTP/1.1", *(f"{k}: {v}" for k, v in named.items())]
-        return "\r\n".join([*lines, "", ""]).encode("ascii") + (body or b"")
+    def _encoded(self, request: Request) -> bytes:
+        body = request.body or b""
+        bare = request.body is None and request.method == "GET"
+        sized = {} if bare else {"Content-Length": len(body)}
+        named = {"Host": self._name, "Accept-Encoding": "identity", **request.headers, **sized}
+        first = f"{request.method} {self._base}{request.route} HTTP/1.1"
+        lines = [first, *(f"{k}: {v}" for k, v in named.items())]
+        return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
     def _taken(self) -> HTTPConnection | None:
         """An idle connection that the server has not closed."""
@@ -216,29 +205,22 @@ class Proxied(HTTPAdapter):
         self._verify = (options.ca_file or True) if options.tls_verify else False
         self._proxies = dict(proxies)
 
-    def ask(
-        self,
-        method: str,
-        route: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        limits: Limits,
-    ) -> Answer:
+    def ask(self, request: Request) -> Answer:
         """Sends one request and reads the whole answer.
 
         Raises:
             urllib3.exceptions.HTTPError: There was none.
             requests.RequestException: The proxy's URL leads nowhere.
         """
-        request = requests.Request("GET", f"{self._url}{route}").prepare()
-        pool: Any = self.get_connection_with_tls_context(request, self._verify, self._proxies)
+        asked = requests.Request("GET", f"{self._url}{request.route}").prepare()
+        pool: Any = self.get_connection_with_tls_context(asked, self._verify, self._proxies)
         self.cert_verify(pool, self._url, self._verify, None)  # type: ignore[no-untyped-call]
         answer = pool.urlopen(
-            method,
-            self.request_url(request, self._proxies),
-            body=body,
-            headers=headers,
-            timeout=Timeout(connect=limits.connect, read=limits.read),
+            request.method,
+            self.request_url(asked, self._proxies),
+            body=request.body,
+            headers=request.headers,
+            timeout=Timeout(connect=request.limits.connect, read=request.limits.read),
             retries=False,
             redirect=False,
             assert_same_host=False,

@@ -1,4 +1,4 @@
-"""HTTP to one engine: keys, TLS, proxies, deadlines, and answers turned into typed errors."""
+"""HTTP to one engine: keys, TLS, proxies, deadlines, and typed errors where no answer came."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import threading
 import time
 from http.client import HTTPException
-from io import BytesIO
-from typing import Any
 
 import requests
-from requests.structures import CaseInsensitiveDict
-from requests.utils import get_encoding_from_headers
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-from weight_update.engines.connections import Answer, Limits, NotConnected, connections_to
-from weight_update.errors import EngineRejected, EngineUnreachable, Phase, UpdateTimeout
+from weight_update.engines.answers import response_of
+from weight_update.engines.calls import Body
+from weight_update.engines.connections import Limits, NotConnected, Request, connections_to
+from weight_update.errors import EngineUnreachable, Phase, UpdateTimeout
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 
@@ -28,8 +26,6 @@ _QUOTED_CHARACTERS = 500
 _JSON = {"Content-Type": "application/json"}
 
 _NO_ANSWER = (NotConnected, OSError, HTTPException, HTTPError, requests.RequestException)
-
-Body = dict[str, Any] | bytes
 
 
 class EngineHttp:
@@ -60,16 +56,7 @@ class EngineHttp:
         control: bool = True,
         late: float = 0.0,
     ) -> requests.Response:
-        """Sends one request and returns whatever answer came.
-
-        Args:
-            method: HTTP method.
-            route: Path, starting with a slash.
-            phase: The step of the update, for errors.
-            deadline: Bound of the whole call.
-            body: JSON body, if any; encoded or not.
-            control: Whether the route needs the admin key.
-            late: Seconds past the deadline in which an answer is still taken.
+        """Sends one request and returns whatever answer came; see :class:`Calls`.
 
         Raises:
             EngineUnreachable: No connection, or it broke.
@@ -79,20 +66,16 @@ class EngineHttp:
             raise UpdateTimeout(f"no time left for {route}", engine=self.url, phase=phase)
         self._drop_idle_connections()
         sent, headers = _encoded(body), self._headers(control)
+        headers = headers if sent is None else headers | _JSON
+        request = Request(method, route, sent, headers, _limits(deadline, late))
         try:
-            answer = self._connections.ask(
-                method,
-                route,
-                sent,
-                headers if sent is None else headers | _JSON,
-                _limits(deadline, late),
-            )
+            answer = self._connections.ask(request)
         except _NO_ANSWER as error:
             raise self._no_answer(error, f"{method} {route}", phase, deadline) from error
         except ValueError as error:
             raise self._unreadable(error, f"{method} {route}", phase) from error
         self._last_used = time.monotonic()
-        return _shown(answer, method, f"{self.url}{route}")
+        return response_of(answer, method, f"{self.url}{route}")
 
     def _unreadable(self, error: ValueError, request: str, phase: Phase) -> EngineUnreachable:
         return EngineUnreachable(
@@ -118,42 +101,6 @@ class EngineHttp:
             remedy=_connection_remedy(str(error)),
         )
 
-    def rejection(self, response: requests.Response, *, phase: Phase) -> EngineRejected:
-        """The error that an answer means, with a bounded part of the engine's own words."""
-        route = response.request.path_url
-        return EngineRejected(
-            f"{route} answered {response.status_code}: {self.words(response)}",
-            engine=self.url,
-            phase=phase,
-            remedy=_remedy(response.status_code),
-            response=self._without_keys(response),
-        )
-
-    def _without_keys(self, response: requests.Response) -> requests.Response:
-        """A copy that can be kept and pickled: no key that was sent, or that a server repeats."""
-        copy = requests.Response()
-        copy.request = requests.PreparedRequest()
-        copy.request.method, copy.request.url = response.request.method, response.url
-        copy.request.headers = CaseInsensitiveDict()
-        copy.status_code, copy.reason, copy.url = (
-            response.status_code,
-            response.reason,
-            response.url,
-        )
-        copy.headers["Content-Type"] = response.headers.get("Content-Type", "")
-        copy.encoding = "utf-8"
-        copy.raw = BytesIO(self._scrubbed(text_of(response)).encode())
-        return copy
-
-    def _scrubbed(self, text: str) -> str:
-        for key in (self._options.api_key, self._options.admin_api_key):
-            text = text.replace(key, "***") if key else text
-        return text
-
-    def words(self, response: requests.Response) -> str:
-        """The engine's own words, less the keys, should it repeat one."""
-        return self._scrubbed(_words_of(response))[:_QUOTED_CHARACTERS]
-
     def close(self) -> None:
         """Closes the connections."""
         self._connections.close()
@@ -178,46 +125,6 @@ def _encoded(body: Body | None) -> bytes | None:
     return json.dumps(body, allow_nan=False).encode() if isinstance(body, dict) else body
 
 
-def _shown(answer: Answer, method: str, url: str) -> requests.Response:
-    """An answer as requests shows one; nothing that was sent is in it, and so no key."""
-    response = requests.Response()
-    response.status_code, response.url = answer.status, url
-    response.reason = answer.reason
-    response.headers = CaseInsensitiveDict(answer.headers)
-    response.encoding = get_encoding_from_headers(response.headers)
-    response.raw = BytesIO(answer.data)
-    response.request = requests.PreparedRequest()
-    response.request.method, response.request.url = method, url
-    response.request.headers = CaseInsensitiveDict()
-    return response
-
-
-def json_of(response: requests.Response) -> Any:
-    """The JSON body of an answer; None when it is something else."""
-    try:
-        return response.json()
-    except (ValueError, RecursionError):
-        return None
-
-
-def _words_of(response: requests.Response) -> str:
-    """The message of an answer's envelope, else its body in one line."""
-    body = json_of(response)
-    if isinstance(body, dict):
-        nested = body.get("error")
-        inner = nested if isinstance(nested, dict) else body
-        keys = ("message", "error", "detail", "error_message")
-        message = next((inner[key] for key in keys if inner.get(key)), None)
-        if isinstance(message, str) and message:
-            return message
-    return " ".join(text_of(response).split()) or "(empty body)"
-
-
-def text_of(response: requests.Response) -> str:
-    """The body of an answer as text, whatever encoding it claims to have."""
-    return response.content.decode("utf-8", "replace")
-
-
 def _cause(error: BaseException) -> str:
     """The innermost reason, without the pool objects that urllib3 wraps around it."""
     while error.args and isinstance(inner := _inner_cause(error), BaseException):
@@ -233,11 +140,3 @@ def _connection_remedy(text: str) -> str:
     if "WRONG_VERSION_NUMBER" in text:
         return "the server does not speak TLS: write http://"
     return "check that the server runs and that its address is right"
-
-
-def _remedy(status: int) -> str:
-    if status in (401, 403):
-        return "pass admin_api_key= (control routes) or api_key=, or set WEIGHT_UPDATE_API_KEY"
-    if 300 <= status < 400:
-        return "redirects are not followed: name the server's final URL"
-    return ""

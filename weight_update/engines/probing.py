@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import requests
 
+from weight_update.engines.answers import AnswerReader, is_there
 from weight_update.engines.http import EngineHttp
 from weight_update.errors import EngineUnreachable, UpdateTimeout
 from weight_update.options import HttpOptions
@@ -85,6 +86,7 @@ class Asker:
     def __init__(self, url: str, options: HttpOptions, seconds: float) -> None:
         self.url = url
         self._keys = bool(options.api_key or options.admin_api_key)
+        self._answers = AnswerReader(url, options)
         self._http = EngineHttp(url, options)
         self._keyless = EngineHttp(url, replace(options, api_key=None, admin_api_key=None))
         self._deadline = Deadline(seconds)
@@ -96,14 +98,11 @@ class Asker:
 
     def words(self, answer: requests.Response) -> str:
         """The server's own words."""
-        return self._http.words(answer)
+        return self._answers.words(answer)
 
     def has(self, route: str) -> bool | None:
         """Whether a route is there; None when that cannot be told."""
-        status = self._call(self._http, "OPTIONS", route, control=True).status_code
-        if status == 404:
-            return False
-        return True if status in (200, 204, 405) else None
+        return is_there(self._call(self._http, "OPTIONS", route, control=True))
 
     def get(
         self,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import requests
 
-from weight_update.engines.http import json_of
+from weight_update.engines.answers import json_of
 from weight_update.engines.probing import Asker, ServerFacts, Service, unreachable
 from weight_update.engines.sglang.probe import probe_sglang
 from weight_update.engines.sglang.router import WORKER_ROUTES, is_list_of_workers, read_workers

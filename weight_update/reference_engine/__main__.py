@@ -233,8 +233,8 @@ def _new_scheduler(arguments: argparse.Namespace) -> Any:
 
 
 def _info(arguments: argparse.Namespace, port: int, config: Any) -> Any:
+    from weight_update.reference_engine.front import ServerInfo, start_arguments
     from weight_update.reference_engine.sampling import Limits
-    from weight_update.reference_engine.server import ServerInfo, start_arguments
 
     release = arguments.release
     eos = getattr(config, "eos_token_id", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from weight_update.errors import WeightUpdateError
 from weight_update.report import UpdateReport
@@ -11,11 +12,19 @@ from weight_update.schemes.loggers import Loggers, Start
 
 
 class Listeners:
-    """Tells hooks, then loggers, once engines generate again."""
+    """Tells hooks, then loggers, once engines generate again.
 
-    def __init__(self) -> None:
+    They stay with the process that they were registered in: a copy has none.
+
+    Args:
+        wider: Who hears of these updates too, and of others.
+    """
+
+    def __init__(self, wider: Listeners | None = None) -> None:
+        self._wider = wider
         self.hooks = PostHooks()
-        self.loggers = Loggers()
+        told: Loggers | None = None if wider is None else wider.loggers
+        self.loggers: Loggers = Loggers(told=told)
 
     def hear(
         self, push: Callable[[], UpdateReport], version: int, taken: float | None = None
@@ -35,7 +44,7 @@ class Listeners:
         """
         start = Start(version, self.loggers.now() if taken is None else taken)
         try:
-            report = push()
+            report = self._ran(push, start)
         except WeightUpdateError as error:
             if error.report is not None:
                 self.loggers.tell(error.report, start, failed=True)
@@ -45,6 +54,14 @@ class Listeners:
         return report
 
     def clear(self) -> None:
-        """Nobody hears any more."""
+        """Nobody hears any more, but for the wider ones."""
         self.hooks.clear()
         self.loggers.clear()
+
+    def __reduce__(self) -> Any:
+        return Listeners, (self._wider,)
+
+    def _ran(self, push: Callable[[], UpdateReport], start: Start) -> UpdateReport:
+        if self._wider is None:
+            return push()
+        return self._wider.hear(push, start.version, start.taken)

@@ -10,9 +10,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from weight_update.delivery.metrics import Standing, metrics_of
 from weight_update.errors import ConfigurationError
 from weight_update.report import UpdateReport
-from weight_update.schemes.metrics import Standing, metrics_of
 from weight_update.waiting import Clock, spawn
 
 _log = logging.getLogger("weight_update")
@@ -43,14 +43,16 @@ class _Entry:
 
 
 class Loggers:
-    """The loggers of one sender, and what its updates came to so far.
+    """The loggers of a sender or a scheme, and what its updates came to so far.
 
     Args:
         clock: Where time comes from.
+        told: Loggers that are told of the same updates: whoever is among them hears once.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, told: Loggers | None = None) -> None:
         self._now = (clock or Clock()).now
+        self._told = told
         self._feeds: list[_Feed] = []
         self._history = History()
 
@@ -67,13 +69,21 @@ class Loggers:
                 f"{type(logger).__name__} has no log_scalar()",
                 remedy="register one of torchrl.record.loggers, or a post-hook",
             )
-        if not any(feed.logger is logger for feed in self._feeds):
+        if logger not in self:
             self._feeds.append(_Feed(logger))
+
+    def __contains__(self, logger: object) -> bool:
+        return any(feed.logger is logger for feed in self._feeds)
+
+    def settle(self) -> None:
+        """Waits until all have written, for a second at most."""
+        writing = [feed.writing for feed in self._feeds]
+        wait([future for future in writing if future], timeout=_PATIENCE_SECONDS)
 
     def clear(self) -> None:
         """Forgets all loggers, once they have written; waits for a second at most."""
-        feeds, self._feeds = self._feeds, []
-        wait([feed.writing for feed in feeds if feed.writing], timeout=_PATIENCE_SECONDS)
+        self.settle()
+        self._feeds = []
 
     def now(self) -> float:
         """The moment at which an update takes the weights."""
@@ -88,7 +98,7 @@ class Loggers:
             failed: Whether it raised.
         """
         entry = _Entry(report, self._history.note(report, start, self._now(), failed))
-        feeds = tuple(self._feeds)
+        feeds = [f for f in self._feeds if self._told is None or f.logger not in self._told]
         writing = [(feed, feed.put(entry)) for feed in feeds]
         _, late = wait([w for feed, w in writing if not feed.late], timeout=_PATIENCE_SECONDS)
         for feed, future in writing:

@@ -104,7 +104,8 @@ class SGLangWeightSyncScheme(ServerScheme):
             updated with a warning, or refused before anything is paused.
 
     Raises:
-        ConfigurationError: An argument or variable cannot work; it is a ``ValueError`` too.
+        ConfigurationError: An argument or variable cannot work, or an argument would be passed
+            over in silence; it is a ``ValueError`` too.
 
     Example:
         >>> scheme = SGLangWeightSyncScheme("http://127.0.0.1:30000/", pause_mode="retract")

@@ -13,6 +13,7 @@ from torch import nn
 
 from weight_update.collectors.collector_weights import gone_model
 from weight_update.collectors.counting import Counters
+from weight_update.collectors.remote_counting import register
 from weight_update.collectors.self_counting import counted_by
 from weight_update.delivery.delivery import is_whole, provided
 from weight_update.delivery.ranks import refuse_background
@@ -53,7 +54,7 @@ class SGLangWeightSender:
         self._transport = scheme.create_transport()
         self._model_ref: Callable[[], Any] | None = None
         self._counters = Counters()
-        self._listeners = Listeners()
+        self._listeners = Listeners(scheme.listeners)
         self._background = Background()
 
     def register_model(self, model: nn.Module | Callable[[], Any]) -> None:
@@ -92,7 +93,7 @@ class SGLangWeightSender:
             ConfigurationError: It has no ``increment_version``, or its workers collect already:
                 register it before its first batch.
         """
-        self._counters.add(collector)
+        register(self._counters, collector)
 
     def register_post_hook(self, hook: PostHook) -> None:
         """Has a function called after each update that succeeded, once engines generate again.
@@ -120,7 +121,7 @@ class SGLangWeightSender:
     def register_logger(self, logger: Any) -> None:
         """Has the numbers of every update written, of failed ones too, at its version as the step.
 
-        :func:`~weight_update.schemes.metrics.metrics_of` says which. A logger that raises, or
+        :func:`~weight_update.delivery.metrics.metrics_of` says which. A logger that raises, or
         takes longer than a second, is warned of once and holds nothing up: a slow one gets what
         it missed when it is ready. Registering one twice logs once.
 
@@ -323,14 +324,13 @@ class SGLangWeightSender:
 
     def __getstate__(self) -> dict[str, Any]:
         # A sender that crosses a process is configuration: it registers and connects anew.
-        own = ("_background", "_counters", "_listeners")
+        own = ("_background", "_counters")
         kept = {k: v for k, v in self.__dict__.items() if k not in own}
         return {**kept, "_model_ref": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._background, self._counters = Background(), Counters()
-        self._listeners = Listeners()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheme!r}, version={self.version})"

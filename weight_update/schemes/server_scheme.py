@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from weight_update.collectors.torchrl_adapter import CollectorScheme, torchrl_logger
+from torchrl import logger as torchrl_logger
+
+from weight_update.collectors.collector_scheme import CollectorScheme
+from weight_update.collectors.self_counting import counted_by
 from weight_update.delivery.sections import EngineKind
 from weight_update.errors import ConfigurationError
 from weight_update.options import (
@@ -16,6 +19,9 @@ from weight_update.options import (
     parse_server_urls,
     place_of,
 )
+from weight_update.report import UpdateReport
+from weight_update.schemes.hooks import PostHook
+from weight_update.schemes.listeners import Listeners
 from weight_update.schemes.sender import SGLangWeightSender
 from weight_update.schemes.transport import SGLangCollectiveTransport
 
@@ -31,6 +37,7 @@ class ServerScheme(CollectorScheme):
     Attributes:
         kind: What the servers are.
         urls: Where they are.
+        listeners: Who hears of its updates.
 
     Raises:
         ConfigurationError: The URL or the strategy cannot work.
@@ -47,6 +54,7 @@ class ServerScheme(CollectorScheme):
         self.server_url = self.urls[0] if isinstance(server_url, str) else list(self.urls)
         self.strategy_name = self.strategy_str = strategy
         self.options = options
+        self.listeners = Listeners()
 
     def __getattr__(self, name: str) -> Any:
         """Every constructor argument but the keys is an attribute of the same name."""
@@ -73,6 +81,12 @@ class ServerScheme(CollectorScheme):
             )
         return 1 + self.options.num_gpus
 
+    def attach(self, collector: Any) -> None:
+        """Drives a collector that takes no ``weight_sync_schemes``, as ``LLMCollector``."""
+        from weight_update.collectors.llm import attach  # with all that torchrl has for LLMs
+
+        attach(self, collector)
+
     def warn_of_stranger(self, engine: Any) -> None:
         """Warns of an engine object that is none of the servers: it would serve old weights."""
         url = getattr(engine, "server_url", None)
@@ -83,6 +97,49 @@ class ServerScheme(CollectorScheme):
                 f"the {type(engine).__name__}{where} gets no weights from here: only "
                 f"{', '.join(self.urls)} do"
             )
+
+    def register_post_hook(self, hook: PostHook) -> None:
+        """Has a function called after each update that succeeded, whoever asked for it.
+
+        Updates that a collector drives are heard, and those of the scheme's senders. Otherwise
+        as :meth:`SGLangWeightSender.register_post_hook`. It outlives :meth:`shutdown`, as the
+        registered model does, and stays with this process.
+
+        Raises:
+            ConfigurationError: It cannot be called so, or makes a collector count, which those
+                that drive a scheme do by themselves.
+        """
+        if counted_by(hook) is not None:
+            raise ConfigurationError(
+                "a collector that drives a scheme counts by itself, and this hook counts for it",
+                remedy="leave it out; of a collector that drives none, "
+                "sender.register_collector(collector)",
+            )
+        self.listeners.hooks.add(hook)
+
+    def register_logger(self, logger: Any) -> None:
+        """Has the numbers of every update written, whoever asked for it, of failed ones too.
+
+        As :meth:`SGLangWeightSender.register_logger`, of all updates that
+        :meth:`register_post_hook` hears of. A logger that is registered here and with a sender
+        writes once.
+
+        Raises:
+            ConfigurationError: It has no ``log_scalar``.
+        """
+        self.listeners.loggers.add(logger)
+
+    def tell(self, push: Callable[[], UpdateReport]) -> None:
+        """Runs an update of a collector's, of which hooks and loggers hear."""
+        self.listeners.hear(push, self.sender_transports[0].version)
+
+    def shutdown(self) -> None:
+        """Gives the group up, and stops counting; safe to call twice.
+
+        The scheme may be given to another collector afterwards. Loggers have a second to write.
+        """
+        super().shutdown()
+        self.listeners.loggers.settle()
 
     @abstractmethod
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -69,16 +70,16 @@ class SGLangCollectiveTransport(Delivery):
         open_deployment: OpenDeployment = to_sglang,
     ) -> None:
         urls = parse_server_urls(server_url)
-        options = options or UpdateOptions(
-            master_address=master_address,
-            master_port=master_port,
-            num_gpus=_ranks_of(world_size),
-            device=device,
-            timeout=timeout,
-            flush_cache_on_update=flush_cache_on_update,
-            pause_mode=pause_mode,
-        )
-        super().__init__(urls, options, open_deployment)
+        told = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "num_gpus": _ranks_of(world_size),
+            "device": device,
+            "timeout": timeout,
+            "flush_cache_on_update": flush_cache_on_update,
+            "pause_mode": pause_mode,
+        }
+        super().__init__(urls, _one_of(options, told), open_deployment)
         self._one = isinstance(server_url, str)
         self.rank = rank
         self._model_device: Callable[[], torch.device | None] = default_device
@@ -217,6 +218,19 @@ def _rebuild(
     return SGLangCollectiveTransport(
         server_url, rank=rank, options=options, open_deployment=open_deployment
     )
+
+
+def _one_of(options: UpdateOptions | None, told: dict[str, Any]) -> UpdateOptions:
+    if options is None:
+        return UpdateOptions(**told)
+    usual = {f.name: f.default for f in fields(UpdateOptions)}
+    beside = [name for name, value in told.items() if value != usual[name]]
+    if beside:
+        raise ConfigurationError(
+            f"options= holds all settings, and {beside[0]} is given beside it",
+            remedy="leave out one of both",
+        )
+    return options
 
 
 def _ranks_of(world_size: Any) -> int | None:

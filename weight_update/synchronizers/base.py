@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from weight_update.delivery.metrics import refit_metrics
 from weight_update.errors import (
     TRANSFER_FAILED,
     ConfigurationError,
@@ -109,7 +110,7 @@ class DeliverySynchronizer(WeightSynchronizer):
             error.report = error.report or self._standing(error)
             raise
         self._fresh = begun
-        return metrics(report)
+        return refit_metrics(report)
 
     def shutdown(self) -> None:
         """Gives the group up on both ends; may be repeated."""
@@ -307,14 +308,3 @@ def _troubles(steps: list[Step], together: Callable[[Step], object]) -> list[Bas
 
 def _timed(timer: Timer | None) -> AbstractContextManager[Any]:
     return nullcontext() if timer is None else timer.time(TRANSFER_LABEL)
-
-
-def metrics(report: UpdateReport) -> dict[str, float]:
-    """The numbers of a report that a logger wants.
-
-    Example:
-        >>> metrics(UpdateReport(3, 8, 1, 1, {"transfer": 0.5, "total": 1.0}, {}))
-        {'version': 3.0, 'bytes': 8.0, 'transfer_seconds': 0.5, 'total_seconds': 1.0}
-    """
-    seconds = {f"{phase}_seconds": spent for phase, spent in report.seconds.items()}
-    return {"version": float(report.version), "bytes": float(report.bytes), **seconds}

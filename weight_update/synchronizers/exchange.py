@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class Refit:
     kv_scales: Mapping[str, float] | None = None
 
 
-class Exchange:
+class Exchange(ABC):
     """What a row's two sides do in each step; but for the transfer there may be nothing to do.
 
     Args:
@@ -88,9 +89,9 @@ class Exchange:
     def begin(self) -> None:
         """Opens the update."""
 
+    @abstractmethod
     def transfer(self, refit: Refit, deadline: Deadline) -> None:
         """Has the policy send and the generation receive; raises unless all came."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """Ends the update."""

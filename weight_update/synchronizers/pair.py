@@ -26,6 +26,7 @@ class Pair:
     harmless_name = ""
     flush_skipped = ""
     salts_prefixes = False
+    ends_without_group = False
     layout: str | None = None
     ranks: int | None = 1
     intake = Intake(any_shape=True)

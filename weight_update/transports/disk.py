@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,7 +106,7 @@ class DiskPacker:
                 phase="plan",
                 remedy="look at the space and the modes there, or set directory=",
             ) from error
-        return Cargo(folder=place)
+        return Cargo(folder=place, reading=partial(self._folders.reading, place))
 
     def abandon(self) -> None:
         """Has a pack that does not end stop at its next tensor."""

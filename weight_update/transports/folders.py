@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from weight_update.errors import ConfigurationError
+from weight_update.errors import ConfigurationError, EngineRejected
 from weight_update.transports.tensor_file import sync_folder
 
 _MEMORY = Path("/dev/shm")
@@ -34,9 +34,10 @@ class VersionFolders:
     process's umask says: engines that run as other users read them under the usual one.
 
     1. :meth:`written` for each update; leftovers of senders that died on this host go first.
-    2. :meth:`keep_newest` once every engine has an update: engines name its folder as their
+    2. :meth:`reading` while an engine loads one: it stays until the engine answered.
+    3. :meth:`keep_newest` once every engine has an update: engines name its folder as their
        model, so it stays until the next one was taken, however many fail in between.
-    3. :meth:`close`, or the end of the process, removes everything.
+    4. :meth:`close`, or the end of the process, removes everything.
 
     Args:
         directory: Where the home is made, under a path that engines see too. None takes this
@@ -48,6 +49,8 @@ class VersionFolders:
         self._home: Path | None = None
         self._taken: list[Path] = []
         self._written: list[Path] = []
+        self._old: list[Path] = []
+        self._readers: dict[str, Path] = {}
         self._cleaner: weakref.finalize[[Path, int, int], VersionFolders] | None = None
 
     @property
@@ -84,22 +87,48 @@ class VersionFolders:
             raise
         self._written.append(place)
 
+    @contextmanager
+    def reading(self, place: Path, url: str) -> Iterator[None]:
+        """Keeps a folder while the engine at a URL reads it.
+
+        One that does not answer may read on, and ends if it finds a file gone. It keeps the folder
+        until it is told of another, which it obeys when it is done.
+        """
+        self._readers[url] = place
+        answered = False
+        try:
+            yield
+            answered = True
+        except EngineRejected as error:
+            answered = error.applied != "unknown"
+            raise
+        finally:
+            if answered and self._readers.get(url) == place:
+                del self._readers[url]
+
     def keep_newest(self) -> None:
-        """Every engine has the newest: older ones are removed."""
+        """Every engine of the update has the newest: older ones that nobody reads are removed."""
         if self._written:
             self._forget([*self._taken, *self._written[:-1]])
             self._taken, self._written = self._written, []
 
     def close(self) -> None:
         """Removes everything; a later update starts anew."""
-        self._home, self._taken, self._written = None, [], []
+        self._home = None
+        self._forget_all()
         if self._cleaner is not None:
             self._cleaner()
 
     def _forget(self, folders: list[Path]) -> None:
-        for old in folders:
+        read = set(self._readers.values())
+        self._old = [*self._old, *folders]
+        for old in set(self._old) - read:
             shutil.rmtree(old, ignore_errors=True)
+        self._old = [folder for folder in self._old if folder in read]
         self._written = [folder for folder in self._written if folder not in folders]
+
+    def _forget_all(self) -> None:
+        self._taken, self._written, self._old, self._readers = [], [], [], {}
 
     def _at_home(self, nbytes: int) -> Path:
         if self._home is not None and self._home.is_dir():
@@ -112,7 +141,8 @@ class VersionFolders:
             lock = _locked(home, needed=False)
         except OSError as error:
             raise _unwritable(directory, error) from error
-        self._home, self._taken, self._written = home, [], []
+        self._home = home
+        self._forget_all()
         self._cleaner = weakref.finalize(self, _remove_home, home, lock, os.getpid())
         return home
 

@@ -154,11 +154,16 @@ def _may_yet_come(call: Future[None]) -> bool:
 
 
 def leave(fleet: Fleet, group: Group, seconds: float = 1.0) -> None:
-    """Has every engine drop the group, all at once; what fails is of no consequence."""
+    """Has every engine drop the group, all at once; what fails is of no consequence.
+
+    Not those that may yet obey a request of it: SGLang up to 0.5.20 ends at one of a group that it
+    has dropped.
+    """
     if not group.name:
         return
     deadline = Deadline(seconds)
-    calls = [spawn(member.engine.leave, group.name, deadline) for member in fleet.members]
+    settled = [member for member in fleet.members if group.name not in member.owing]
+    calls = [spawn(member.engine.leave, group.name, deadline) for member in settled]
     wait(calls, timeout=deadline.remaining())
 
 

@@ -107,6 +107,7 @@ class Member:
         instance: Which start of the server was seen last.
         incarnation: How often it was seen to have left a group, by a new start or for another
             trainer's; a group of an earlier one is of no use.
+        owing: Groups that requests name which it never answered; dropping one may end it.
         left_out: It failed, and a quorum went on without it.
         found_paused: It was paused, and not by this trainer: whoever did it may have left it
             half updated, so only a full push resumes it.
@@ -137,6 +138,7 @@ class Member:
     met: bool = False
     instance: str | None = None
     incarnation: int = 0
+    owing: frozenset[str] = frozenset()
     left_out: bool = False
     found_paused: bool = False
     names: frozenset[str] = frozenset()
@@ -182,6 +184,11 @@ class Member:
         error = self.call.exception()
         return error is not None and not is_consequence(error)
 
+    def note_debt(self, group: str) -> None:
+        """Notes that it may yet obey a request that names a group."""
+        if self.engine.ends_without_group and self.call is not None and may_obey(self.call):
+            self.owing |= {group}
+
     def is_another(self, seen: Sighting) -> bool:
         """Whether what is seen is another start of the server than the one known."""
         return None not in (seen.instance, self.instance) and seen.instance != self.instance
@@ -192,12 +199,16 @@ class Member:
         attempt.label = self.label
         self.state = EngineState.MIXED if self.doubt else EngineState.OLD
 
-    def renew(self) -> None:
-        """Everything is applied and the cache is as clean as the rules want it."""
+    def renew(self, brought: Iterable[str]) -> None:
+        """Everything is applied and the cache is as clean as the rules want it.
+
+        Args:
+            brought: The names that the attempt brought, unless the one before it brought the same.
+        """
         self.state, self.doubt, self.owed = EngineState.NEW, "", frozenset()
         self.mislabelled = True  # until the label is written
         self.found_paused = False
-        self.brought, self.lost = self.brought | self.attempt.names, frozenset()
+        self.brought, self.lost = self.brought.union(brought), frozenset()
 
     def healed_by_another(self) -> None:
         """Another trainer's update counted on, and the engine generates: it is that one's now."""
@@ -210,7 +221,7 @@ class Member:
         self.maybe_paused = self.maybe_open = self.mislabelled = self.found_paused = False
         self.met = self.asked = False
         self.lost, self.brought = self.lost | self.brought | self.owed, frozenset()
-        self.owed = self.names = frozenset()
+        self.owed = self.names = self.owing = frozenset()
         self.shapes = {}
         self.incarnation += 1
 
@@ -278,6 +289,11 @@ class Fleet:
         """Runs ``call`` on every engine at once and waits for all."""
         self.start(call)
         self.gather(phase, deadline)
+
+
+def may_obey(call: Future[None]) -> bool:
+    """Whether an engine that was told to do something never said what became of it."""
+    return not call.done() or isinstance(call.exception(), SILENT)
 
 
 def is_consequence(error: BaseException) -> bool:

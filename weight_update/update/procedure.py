@@ -230,7 +230,8 @@ class Procedure:
                     self.fleet, self.plan, rules.verify, whole=rules.whole, deadline=deadline
                 )
         for member in self.fleet.members if rules.full else ():
-            member.renew()
+            repeated = member.shapes is self.plan.shapes
+            member.renew(() if repeated else member.attempt.names)
             if rules.whole:  # some weights alone may have been taken in a shape that is wrong
                 member.shapes = self.plan.shapes
             if not asked:

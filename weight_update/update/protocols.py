@@ -60,6 +60,10 @@ class Engine(Protocol):
         """Whether a request may bring a cache key that no older prefix matches."""
 
     @property
+    def ends_without_group(self) -> bool:
+        """Whether an update request that comes after its group was dropped ends the engine."""
+
+    @property
     def intake(self) -> Intake:
         """How the engine takes weights, as far as it says."""
 

@@ -139,6 +139,8 @@ class Roster:
         try:
             fleet.each("plan", observe, deadline)
         finally:
+            # One that fails ends the step for all; what others are just about to show counts too.
+            wait(fleet.calls(), timeout=_PROBE_SECONDS)
             for member in fleet.members:
                 if member.url in sightings:
                     _take_note(member, sightings[member.url])

@@ -8,14 +8,14 @@ answer - one bounded attempt to resume, and reported as lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from weight_update.errors import Phase, WeightMismatchError, WeightUpdateError
 from weight_update.facts import Sighting
 from weight_update.report import EngineState
-from weight_update.update.fleet import SILENT, Attempt, Fleet, Member, answers
+from weight_update.update.fleet import SILENT, Attempt, Fleet, Member, answers, may_obey
 from weight_update.update.protocols import Engine, Group
 from weight_update.update.rules import UpdateRules
 from weight_update.waiting import Deadline, spawn
@@ -30,6 +30,7 @@ RESUME_SECONDS = 0.5
 _ANSWER_SECONDS = 0.8
 _ARRIVAL_SECONDS = 0.5
 _FLUSH_SECONDS = 0.5
+_LATE_SECONDS = 0.4
 _PROBE_SECONDS = 0.3
 
 STALE_CACHE = "weights new, cache stale"
@@ -39,6 +40,7 @@ RESTARTED = "it restarted during the update and holds the weights that it starte
 _UNPROVEN = ("transfer", "end", "flush")
 
 Prove = Callable[[Member, Deadline], None]
+Calls = Mapping[str, Future[None] | None]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def settle(fleet: Fleet, failure: Failure) -> None:
         if not isinstance(failure.error, Exception):
             _let_arrive(fleet, failure.grace)
         failure.group.give_up()
+        _break_up(fleet, failure)
     tasks = {m.url: spawn(_settle_engine, m, failure) for m in fleet.members}
     interrupt = _wait_out(tasks.values(), failure.grace)
     error = failure.error
@@ -94,10 +97,18 @@ def settle(fleet: Fleet, failure: Failure) -> None:
         known = task.done() and task.exception() is None
         result = task.result() if known else _unsettled(member, task.done() and task.exception())
         _note(member, result, str(getattr(error, "message", "")) if member.url == culprit else "")
+        member.note_debt(failure.group.name)
     if any(member.state is EngineState.UNREACHABLE for member in fleet.members):
         failure.group.give_up()
     if interrupt is not None:
         raise interrupt
+
+
+def _break_up(fleet: Fleet, failure: Failure) -> None:
+    if failure.group.name:
+        calls = {member.url: member.call for member in fleet.members}
+        for member in fleet.members:
+            spawn(_leave, member.engine, calls, failure)
 
 
 def _let_arrive(fleet: Fleet, grace: Deadline) -> None:
@@ -130,7 +141,7 @@ def _note(member: Member, result: Settled, own_words: str) -> None:
     member.detail = result.detail or own_words
     member.maybe_paused, member.maybe_open = result.paused, result.open
     if result.state is EngineState.NEW and member.state is not EngineState.NEW:
-        member.renew()
+        member.renew(member.attempt.names)
     member.state, member.doubt = result.state, result.doubt
     if result.doubt:
         member.owed |= member.attempt.names
@@ -149,8 +160,6 @@ def _unsettled(member: Member, error: object) -> Settled:
 
 def _settle_engine(member: Member, failure: Failure) -> Settled:
     engine, attempt, grace = member.engine, member.attempt, failure.grace
-    if failure.phase == "transfer" and failure.group.name:
-        spawn(_leave, engine, failure.group.name, grace)
     words = _await_answer(member, failure.phase, grace)
     suspect = bool(attempt.suspicion) or member.failed_itself
     anew = _started_anew(member, grace)
@@ -242,11 +251,19 @@ def _doubt_before(member: Member) -> str:
     )
 
 
-def _leave(engine: Engine, group_name: str, grace: Deadline) -> None:
-    # An engine that refused a bucket may be what others in the broadcast tree wait for:
-    # leaving the group frees them, and nothing on the trainer's side does.
+def _leave(engine: Engine, calls: Calls, failure: Failure) -> None:
+    """Has an engine drop the group, unless that may end it and frees nobody.
+
+    One that is not in the broadcast, because it refused or hangs, may be what others in its tree
+    wait for: leaving the group frees them, and nothing on the trainer's side does.
+    """
+    own, others = calls[engine.url], [call for url, call in calls.items() if url != engine.url]
+    if engine.ends_without_group and own is not None:
+        wait([own], timeout=_LATE_SECONDS)
+        if may_obey(own) and all(call is None or call.done() for call in others):
+            return
     try:
-        engine.leave(group_name, grace)
+        engine.leave(failure.group.name, failure.grace)
     except WeightUpdateError as error:
         _log.debug("%s did not leave the group: %s", engine.url, error)
 

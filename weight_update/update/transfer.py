@@ -100,7 +100,7 @@ class Transfer:
                 earlier.result()
 
         for member in self.fleet.members:
-            member.attempt.names.update(spec.name for spec in bucket.specs)
+            member.attempt.names |= bucket.names
         self.fleet.start(apply)
         self._sent.append(_Sent(bucket, self.fleet.calls(), cargo.queued))
         self.group.broadcast(cargo.tensors)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from weight_update.errors import ConfigurationError, UpdateTimeout, WeightUpdateError
+from weight_update.errors import UpdateTimeout, WeightUpdateError
 from weight_update.options import UpdateOptions, Way, check_device_exists, parse_device
 from weight_update.update.connect import assign_ranks, join, leave
 from weight_update.update.fleet import Attempt, Fleet, Member
@@ -252,17 +252,6 @@ def _answering(fleet: Fleet, deadline: Deadline) -> bool:
     except WeightUpdateError:
         return False
     return not anew
-
-
-def refuse_meta(weights: Sequence[Weight]) -> None:
-    """Raises ConfigurationError if some weights have no values."""
-    meta = [weight.spec.name for weight in weights if weight.device.type == "meta"]
-    if meta:
-        raise ConfigurationError(
-            f"{len(meta)} weight(s) are on the meta device and have no values: {meta[0]!r}, ...",
-            phase="plan",
-            remedy="register the model that holds the trained values",
-        )
 
 
 def _let_go(live: list[tuple[Group, Fleet]], process: int) -> None:

@@ -43,6 +43,11 @@ class Bucket:
         return tuple(weight.spec for weight in self.weights)
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the weights."""
+        return frozenset(spec.name for spec in self.specs)
+
+    @cached_property
     def announcement(self) -> str:
         """Names, dtypes and full shapes in wire order, as JSON; encoded once for all engines.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,6 +69,7 @@ class Cargo:
         shared: What engines open: one flat buffer, or a tensor a weight, in wire order.
         elsewhere: The same, by rank of the trainer, in memory that other ranks share.
         folder: Where engines read files.
+        reading: Keeps the folder while the engine at a URL reads it.
         unordered: Engines take it in whatever order it comes in, so the next one is told of before
             this one was taken. The packer has room for two at a time that nobody took.
         queued: The group sends in the order it is asked to, and the packer writes to a buffer only
@@ -79,6 +81,7 @@ class Cargo:
     shared: tuple[SharedTensor, ...] = ()
     elsewhere: Mapping[int, tuple[SharedTensor, ...]] = field(default_factory=dict)
     folder: Path | None = None
+    reading: Callable[[str], AbstractContextManager[object]] = nullcontext
     unordered: bool = False
     queued: bool = False
 

@@ -13,14 +13,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from io import BytesIO
 from typing import Any
 
 import requests
 
-from weight_update.engines.http import Body, EngineHttp, text_of
+from weight_update.engines.answers import Answer, response_of, text_of
+from weight_update.engines.calls import Body
 from weight_update.errors import EngineUnreachable, Phase, UpdateTimeout
-from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
 
 SCHEME = "ray-actor"
@@ -64,16 +63,15 @@ _HANDLE = re.compile(r"Actor\((?P<kind>\w*).*?(?P<id>[0-9a-f]{8})[0-9a-f]*\)")
 _WORDS = 300
 
 
-class ActorCalls(EngineHttp):
-    """Calls methods of one actor, as :class:`EngineHttp` calls routes of one server.
+class ActorCalls:
+    """Calls methods of one actor, as others call routes of a server.
 
     Args:
         handle: The actor.
-        options: Keys that must not be shown, should it repeat one.
     """
 
-    def __init__(self, handle: Any, options: HttpOptions) -> None:
-        super().__init__(name_of(handle), options)
+    def __init__(self, handle: Any) -> None:
+        self.url = name_of(handle)
         self._handle = handle
 
     def call(
@@ -87,16 +85,7 @@ class ActorCalls(EngineHttp):
         control: bool = True,  # noqa: ARG002 - an actor has no keys
         late: float = 0.0,
     ) -> requests.Response:
-        """Calls the method of a route, and returns what it answered.
-
-        Args:
-            method: ``OPTIONS`` only looks whether there is one.
-            route: Path, starting with a slash.
-            phase: The step of the update, for errors.
-            deadline: Bound of the whole call.
-            body: The arguments, as a dictionary or encoded as JSON.
-            control: Without meaning here.
-            late: Seconds past the deadline in which an answer is still taken.
+        """Calls the method of a route, and returns what it answered; see :class:`Calls`.
 
         Raises:
             EngineUnreachable: The actor is dead.
@@ -146,14 +135,9 @@ class ActorCalls(EngineHttp):
             ) from error
 
     def _response(self, method: str, route: str, status: int, answer: Any) -> requests.Response:
-        response = requests.Response()
-        response.request = requests.PreparedRequest()
-        response.url = f"{self.url}{route}"
-        response.request.method, response.request.url = method, response.url
-        response.status_code, response.encoding = status, "utf-8"
-        response.headers["Content-Type"] = "application/json"
-        response.raw = BytesIO(json.dumps(answer, default=str).encode())
-        return response
+        data = json.dumps(answer, default=str).encode()
+        told = Answer(status, "", [("Content-Type", "application/json")], data)
+        return response_of(told, method, f"{self.url}{route}")
 
 
 def is_actor(engine: Any) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 import requests
 
-from weight_update.engines.http import Body, EngineHttp, json_of, text_of
+from weight_update.engines.answers import AnswerReader, is_there, json_of, text_of
+from weight_update.engines.calls import Body, Calls
+from weight_update.engines.http import EngineHttp
 from weight_update.engines.sglang.router import WORKER_ROUTES, is_list_of_workers, read_workers
 from weight_update.errors import Applied, EngineRejected, EngineUnreachable, Phase
 from weight_update.options import HttpOptions
@@ -44,16 +46,14 @@ class SGLangClient:
         calls: Calls the routes, where that is not by HTTP.
     """
 
-    def __init__(self, url: str, options: HttpOptions, calls: EngineHttp | None = None) -> None:
+    def __init__(self, url: str, options: HttpOptions, calls: Calls | None = None) -> None:
         self.url = url
-        self._http = calls or EngineHttp(url, options)
+        self._calls = calls or EngineHttp(url, options)
+        self._answers = AnswerReader(url, options)
 
     def has(self, route: str, deadline: Deadline) -> bool | None:
         """Whether a route exists, without running it; None when the answer does not tell."""
-        response = self._http.call("OPTIONS", route, phase="connect", deadline=deadline)
-        if response.status_code == 404:
-            return False
-        return True if response.status_code in (200, 204, 405) else None
+        return is_there(self._calls.call("OPTIONS", route, phase="connect", deadline=deadline))
 
     def server_info(self, deadline: Deadline, phase: Phase = "connect") -> dict[str, Any]:
         """Release, layout and start; empty when the server has no such route.
@@ -73,7 +73,7 @@ class SGLangClient:
         if response.status_code == 404:
             return {}
         if response.status_code != 200 or not isinstance(body, dict):
-            raise self._http.rejection(response, phase=phase)
+            raise self._answers.rejection(response, phase=phase)
         return body
 
     def ready(self, deadline: Deadline) -> bool | None:
@@ -89,7 +89,7 @@ class SGLangClient:
             if response.status_code == 200 and is_list_of_workers(route, body):
                 return read_workers(route, body, url=self.url)
             if response.status_code not in (200, 404, 405):
-                raise self._http.rejection(response, phase="connect")
+                raise self._answers.rejection(response, phase="connect")
         return ()
 
     def checksums(self, deadline: Deadline, phase: Phase) -> Any:
@@ -104,7 +104,7 @@ class SGLangClient:
 
     def loads(self, route: str, deadline: Deadline) -> Any:
         """The JSON of ``/v1/loads`` or ``/get_load``; None when it is something else."""
-        response = self._http.call("GET", route, phase="drain", deadline=deadline, control=False)
+        response = self._calls.call("GET", route, phase="drain", deadline=deadline, control=False)
         return json_of(response) if response.status_code == 200 else None
 
     def init_group(self, body: dict[str, Any], deadline: Deadline) -> None:
@@ -204,7 +204,7 @@ class SGLangClient:
     def _occupy(self, route: str, phase: Phase, tags: Sequence[str], deadline: Deadline) -> None:
         response = self._call(route, phase, deadline, {"tags": list(tags)})
         if response.status_code != 200:  # its body is null
-            raise self._http.rejection(response, phase=phase)
+            raise self._answers.rejection(response, phase=phase)
 
     def stamp(self, label: str, deadline: Deadline) -> None:
         """Writes the version label; left to its default, the server would abort all requests."""
@@ -213,22 +213,22 @@ class SGLangClient:
 
     def rejection(self, response: requests.Response, phase: Phase) -> EngineRejected:
         """The error that an answer means."""
-        return self._http.rejection(response, phase=phase)
+        return self._answers.rejection(response, phase=phase)
 
     def words(self, response: requests.Response) -> str:
         """What an answer says."""
-        return self._http.words(response)
+        return self._answers.words(response)
 
     def close(self) -> None:
         """Closes the connections."""
-        self._http.close()
+        self._calls.close()
 
     def _get(self, route: str, older: str, phase: Phase, deadline: Deadline) -> requests.Response:
         response = self._ask(route, phase, deadline)
         return self._ask(older, phase, deadline) if response.status_code == 404 else response
 
     def _ask(self, route: str, phase: Phase, deadline: Deadline) -> requests.Response:
-        return self._http.call("GET", route, phase=phase, deadline=deadline, control=False)
+        return self._calls.call("GET", route, phase=phase, deadline=deadline, control=False)
 
     def _answer(self, route: str, body: dict[str, Any], phase: Phase, deadline: Deadline) -> Any:
         """The JSON of an answer to a question by POST; None when the server cannot answer it."""
@@ -236,7 +236,7 @@ class SGLangClient:
         if response.status_code in _CANNOT:
             return None
         if response.status_code != 200:
-            raise self._http.rejection(response, phase=phase)
+            raise self._answers.rejection(response, phase=phase)
         return json_of(response)
 
     def _call(
@@ -248,7 +248,7 @@ class SGLangClient:
         *,
         late: float = 0.0,
     ) -> requests.Response:
-        return self._http.call("POST", route, phase=phase, deadline=deadline, body=body, late=late)
+        return self._calls.call("POST", route, phase=phase, deadline=deadline, body=body, late=late)
 
     def _post(
         self,
@@ -263,7 +263,7 @@ class SGLangClient:
         """Posts and raises unless the answer is a yes; with ``flag`` it must say so itself."""
         response = self._call(route, phase, deadline, body, late=late)
         if response.status_code != 200 or not _says_yes(response, flag=flag):
-            raise self._http.rejection(response, phase=phase)
+            raise self._answers.rejection(response, phase=phase)
 
 
 def flushed(response: requests.Response) -> bool:

@@ -53,7 +53,8 @@ class SGLangDiskSession:
             raise ConfigurationError("nothing was written", phase="transfer")
         link_rest(self._model_path, cargo.folder)
         try:
-            self._client.load(str(cargo.folder), deadline, flush=flush)
+            with cargo.reading(self._client.url):
+                self._client.load(str(cargo.folder), deadline, flush=flush)
         except EngineRejected as error:
             if error.applied == "nothing":
                 error.remedy = error.remedy or (

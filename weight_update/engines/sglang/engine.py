@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from weight_update.engines.http import EngineHttp
+from weight_update.engines.calls import Calls
 from weight_update.engines.intake import intake_of
 from weight_update.engines.model_folder import folder_of, read_config, read_scaled, read_shapes
 from weight_update.engines.sglang.capabilities import (
@@ -66,7 +66,7 @@ class SGLangEngine:
         self,
         url: str,
         options: HttpOptions,
-        calls: EngineHttp | None = None,
+        calls: Calls | None = None,
         *,
         first_rank: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -259,6 +259,11 @@ class SGLangEngine:
     def resume(self, deadline: Deadline) -> None:
         """Continues generation; harmless when it was not paused."""
         self._client.resume(deadline)
+
+    @property
+    def ends_without_group(self) -> bool:
+        """Releases without sessions assert the group where nothing catches it (up to 0.5.20)."""
+        return not self.capabilities.sessions
 
     @property
     def salts_prefixes(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weight_update.engines.http import json_of
+from weight_update.engines.answers import json_of
 from weight_update.engines.lora import (
     MERGE,
     AdapterCourier,

@@ -7,59 +7,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weight_update.engines.names import FUSED, HEAD, Loader, Rename, compare_names
 from weight_update.facts import Digests, NameCheck
 
-_Rename = tuple[str, str]
-_FUSED: tuple[_Rename, ...] = (
-    (r"\.(?:q|k|v)_proj\.", ".qkv_proj."),
-    (r"\.(?:gate|up)_proj\.", ".gate_up_proj."),
-)
-_EXPERTS: tuple[_Rename, ...] = (
+_EXPERTS: tuple[Rename, ...] = (
     (r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3)\.", ".experts.w13_"),
     (r"\.experts\.\d+\.(?:down_proj|w2)\.", ".experts.w2_"),
-    *_FUSED,
+    *FUSED,
 )
-_STACKED: tuple[_Rename, ...] = (
+_STACKED: tuple[Rename, ...] = (
     (r"\.experts\.gate_up_proj(_bias)?$", r".experts.w13_weight\1"),
     (r"\.experts\.down_proj(_bias)?$", r".experts.w2_weight\1"),
-    *_FUSED,
+    *FUSED,
 )
 _LATENT = (r"\.(?:q_a_proj|kv_a_proj_with_mqa)\.", ".fused_qkv_a_proj_with_mqa.")
 # On GPUs a shared expert is one more of the others. (The first finds `gate_proj` and `up_proj` as
-# `_FUSED` has left them.)
-_SHARED: tuple[_Rename, ...] = (
+# `FUSED` has left them.)
+_SHARED: tuple[Rename, ...] = (
     (r"\.shared_experts\.gate_up_proj\.", ".experts.w13_"),
     (r"\.shared_experts\.down_proj\.", ".experts.w2_"),
 )
-_GRANITE: tuple[_Rename, ...] = (
+_GRANITE: tuple[Rename, ...] = (
     (r"\.input_linear\.", ".experts.w13_"),
     (r"\.output_linear\.", ".experts.w2_"),
     (r"\.router\.layer\.", ".gate."),
-    *_FUSED,
+    *FUSED,
 )
 _VISION = (r"\.attn\.qkv\.", ".attn.qkv_proj.")
-_NESTED: tuple[_Rename, ...] = (
+_NESTED: tuple[Rename, ...] = (
     (r"^model\.language_model\.", "model."),
     (r"^model\.visual\.", "visual."),
     _VISION,
 )
 _GEMMA3 = (r"^(vision_tower\..*\.self_attn)\.out_proj\.", r"\1.proj.")
-
-
-@dataclass(frozen=True)
-class Loader:
-    """What a model class of the server does with names; read in its source, or seen.
-
-    Attributes:
-        renames: How a name that is not among the server's own becomes one of them.
-        prefixes: Whether it puts ``model.`` before names that lack it.
-        drafts: Whether it skips layers beyond its last: they are those of a draft model.
-    """
-
-    renames: tuple[_Rename, ...] = _FUSED
-    prefixes: bool = False
-    drafts: bool = False
-
 
 # Of other architectures, a name that does not fit may be one that they fuse or rename in a way
 # not known here. Held to SGLang's own classes by tests/engines/test_families.py.
@@ -80,26 +60,21 @@ _LOADERS = {
     "DeepseekV3ForCausalLM": Loader((*_EXPERTS, _LATENT, *_SHARED), drafts=True),
     **dict.fromkeys(
         ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-        Loader((_VISION, *_FUSED)),
+        Loader((_VISION, *FUSED)),
     ),
-    "Qwen3VLForConditionalGeneration": Loader((*_NESTED, *_FUSED)),
+    "Qwen3VLForConditionalGeneration": Loader((*_NESTED, *FUSED)),
     "Qwen3VLMoeForConditionalGeneration": Loader((*_NESTED, *_STACKED)),
-    "Gemma3ForConditionalGeneration": Loader((_GEMMA3, *_FUSED)),
+    "Gemma3ForConditionalGeneration": Loader((_GEMMA3, *FUSED)),
 }
 # Start arguments under which a server's weights have other names inside.
 _RENAMING = ("quantization", "enable_lora", "speculative_algorithm")
-# Buffers that models make themselves (rotary tables, positions, Gemma's factors), and the scales
-# of a KV cache, which no digest covers.
-_APART = re.compile(
-    r"rotary_(?:pos_)?emb\.|\.(?:(?:k|v|kv)_scale|position_ids|gemma_weight|normalizer)$"
-)
 # What only a quantised weight has; of experts, behind `w13_` or `w2_`.
 _QUANTISED = re.compile(
     r"\.(?:w13_|w2_)?(?:weight_scale(?:_inv)?|input_scale|scales|qweight|weight_packed)$"
 )
 _MULTIMODAL = "ForConditionalGeneration"
 _TOWER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|image_tower|multi_modal_projector)\.")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -126,7 +101,7 @@ def runtime_names(digests: Digests) -> RuntimeNames:
     """
     names = frozenset(name for rank in digests.ranks for name in rank)
     # A server that ties shows no output layer, or a copy of its embedding.
-    tied = all(_HEAD not in rank or rank[_HEAD] == rank.get(_EMBEDDING) for rank in digests.ranks)
+    tied = all(HEAD not in rank or rank[HEAD] == rank.get(_EMBEDDING) for rank in digests.ranks)
     return RuntimeNames(names, tied)
 
 
@@ -204,55 +179,6 @@ def _heads(names: Iterable[str]) -> str:
     return ", ".join(f"'{head}.'" for head in heads)
 
 
-def compare_names(
-    names: Iterable[str],
-    runtime: frozenset[str],
-    *,
-    tied: bool = False,
-    loader: Loader = Loader(),
-) -> tuple[list[str], list[str]]:
-    """Names that the server does not have, and its own that no name brings.
-
-    Args:
-        names: The checkpoint's.
-        runtime: The server's, fused as it fuses them.
-        tied: Whether the model ties its output layer to its embedding.
-        loader: What the server does with names.
-
-    Example:
-        >>> compare_names(["a.q_proj.weight", "x"], frozenset({"a.qkv_proj.weight", "norm"}))
-        (['x'], ['norm'])
-    """
-    homes = {name: _home(name, runtime, loader) for name in names}
-    unknown = {name for name, home in homes.items() if home not in runtime}
-    if loader.drafts:
-        last = max(map(_layer, runtime), default=0)
-        unknown = {name for name in unknown if _layer(name) <= last}
-    lacking = runtime - set(homes.values())
-    return _loaded(unknown, tied), _loaded(lacking, tied)
-
-
 def loader_of(architectures: Iterable[str]) -> Loader | None:
     """What is known of the first architecture that something is known of."""
     return next((_LOADERS[name] for name in architectures if name in _LOADERS), None)
-
-
-def _layer(name: str) -> int:
-    found = re.search(r"\.layers\.(\d+)\.", name)
-    return -1 if found is None else int(found[1])
-
-
-def _home(name: str, runtime: frozenset[str], loader: Loader) -> str:
-    if loader.prefixes and name.startswith(("layers.", "embed_tokens.", "norm.")):
-        name = f"model.{name}"
-    for pattern, replacement in loader.renames:
-        if name in runtime:
-            break
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _loaded(names: Iterable[str], tied: bool) -> list[str]:
-    """Without what loads in a way of its own, and without a tied output layer."""
-    loaded = (name for name in names if not _APART.search(name))
-    return sorted(name for name in loaded if not (tied and name.endswith(_HEAD)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from weight_update.engines.http import json_of
+from weight_update.engines.answers import json_of
 from weight_update.engines.probing import Asker, ServerFacts, kept
 from weight_update.engines.sglang.capabilities import PROBED_ROUTES, running_requests
 from weight_update.engines.sglang.facts import digests_of

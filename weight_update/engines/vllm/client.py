@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import requests
 
-from weight_update.engines.http import Body, EngineHttp, json_of
+from weight_update.engines.answers import AnswerReader, json_of
+from weight_update.engines.calls import Body, Calls
+from weight_update.engines.http import EngineHttp
 from weight_update.errors import EngineRejected, Phase
 from weight_update.options import HttpOptions
 from weight_update.waiting import Deadline
@@ -56,13 +58,14 @@ class VLLMClient:
     def __init__(self, url: str, options: HttpOptions) -> None:
         self.url = url
         self.asleep = False
-        self._http = EngineHttp(url, options)
+        self._calls: Calls = EngineHttp(url, options)
+        self._answers = AnswerReader(url, options)
 
     # -- what it is -----------------------------------------------------------------------
 
     def has(self, route: str, deadline: Deadline) -> bool:
         """Whether a route exists, without running it."""
-        response = self._http.call("OPTIONS", route, phase="connect", deadline=deadline)
+        response = self._calls.call("OPTIONS", route, phase="connect", deadline=deadline)
         return response.status_code != 404
 
     def release(self, deadline: Deadline) -> str | None:
@@ -87,7 +90,9 @@ class VLLMClient:
 
     def healthy(self, deadline: Deadline) -> bool:
         """Whether its engine lives, even while an update blocks its workers."""
-        response = self._http.call("GET", "/health", phase="plan", deadline=deadline, control=False)
+        response = self._calls.call(
+            "GET", "/health", phase="plan", deadline=deadline, control=False
+        )
         return response.status_code == 200
 
     def label(self, deadline: Deadline) -> str | None:
@@ -213,9 +218,9 @@ class VLLMClient:
 
         They are guarded as all below ``/v1`` are, and this one only looks.
         """
-        response = self._http.call("GET", MODELS_ROUTE, phase="connect", deadline=deadline)
+        response = self._calls.call("GET", MODELS_ROUTE, phase="connect", deadline=deadline)
         if response.status_code in (401, 403):
-            raise self._http.rejection(response, phase="connect")
+            raise self._answers.rejection(response, phase="connect")
 
     def load_adapter(self, name: str, path: str, deadline: Deadline) -> None:
         """Loads an adapter from a folder, under a name that is free."""
@@ -229,12 +234,15 @@ class VLLMClient:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._http.close()
+        self._calls.close()
 
     def _get(self, route: str, phase: Phase, deadline: Deadline) -> dict[str, Any]:
-        response = self._http.call("GET", route, phase=phase, deadline=deadline, control=False)
+        response = self._ask(route, phase, deadline)
         body = json_of(response)
         return body if response.status_code == 200 and isinstance(body, dict) else {}
+
+    def _ask(self, route: str, phase: Phase, deadline: Deadline) -> requests.Response:
+        return self._calls.call("GET", route, phase=phase, deadline=deadline, control=False)
 
     def _post(
         self,
@@ -245,13 +253,13 @@ class VLLMClient:
         *,
         absent: int | None = None,
     ) -> requests.Response:
-        response = self._http.call("POST", route, phase=phase, deadline=deadline, body=body or {})
+        response = self._calls.call("POST", route, phase=phase, deadline=deadline, body=body or {})
         if response.status_code >= 500:
             # What a worker raises ends the connection after its answer: the next request, sent at
             # once, would meet it as it closes.
-            self._http.close()
+            self._calls.close()
         if response.status_code not in (200, absent):
-            raise self._http.rejection(response, phase=phase)
+            raise self._answers.rejection(response, phase=phase)
         return response
 
 

@@ -18,7 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import requests
 
-from weight_update.engines.http import Body, json_of
+from weight_update.engines.answers import json_of
+from weight_update.engines.calls import Body
 from weight_update.engines.vllm.capabilities import release_number
 from weight_update.engines.vllm.client import (
     FINISH_ROUTE,
@@ -189,7 +190,7 @@ class DynamoClient(VLLMClient):
         answer = json_of(response)
         refused = isinstance(answer, dict) and answer.get("status") == "error"
         if refused or response.status_code not in (200, absent):
-            raise self._http.rejection(response, phase=phase)
+            raise self._answers.rejection(response, phase=phase)
         return response
 
     def _send(self, route: str, phase: Phase, deadline: Deadline, body: Body) -> requests.Response:
@@ -211,7 +212,7 @@ class DynamoClient(VLLMClient):
         self, target: _Target, phase: Phase, deadline: Deadline, content: dict[str, Any]
     ) -> requests.Response:
         body = content if target.rpc is None else {"engine_rpc": target.rpc, **content}
-        return self._http.call(
+        return self._calls.call(
             "POST", f"/engine/{target.path}", phase=phase, deadline=deadline, body=body
         )
 

@@ -44,6 +44,7 @@ class VLLMControls:
     harmless_name = ""
     flush_skipped = "Skipping the vLLM prefix-cache reset"
     salts_prefixes = False
+    ends_without_group = False
     layout: str | None = None
 
     def __init__(self, client: VLLMClient) -> None:

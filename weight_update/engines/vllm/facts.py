@@ -9,7 +9,7 @@ from typing import Any
 
 from weight_update.engines.intake import intake_of as intake_told
 from weight_update.engines.model_folder import read_config, read_shapes
-from weight_update.engines.sglang.names import compare_names
+from weight_update.engines.names import compare_names
 from weight_update.facts import Intake, NameCheck
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

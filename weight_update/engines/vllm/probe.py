@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weight_update.engines.http import json_of
+from weight_update.engines.answers import json_of
 from weight_update.engines.probing import Asker, ServerFacts
 from weight_update.engines.vllm.capabilities import PROBED_ROUTES
 from weight_update.engines.vllm.client import (

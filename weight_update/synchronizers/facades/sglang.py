@@ -133,11 +133,11 @@ class SGLangGeneration(ServedGeneration["SGLangServed"]):
 
     def _transport(self, *, colocated: bool) -> Transport:
         given = self.options.transport
-        if colocated and given not in ("auto", "ipc"):
+        if given != "auto" and colocated != (given == "ipc"):
+            whose = "open the trainer's memory" if colocated else "are told to have devices apart"
             raise ConfigurationError(
-                f"transport={given!r} does not go with colocated engines, which open the "
-                "trainer's memory",
-                remedy="leave transport='auto', or say that they are not colocated",
+                f"transport={given!r} does not go with colocated={colocated}: the engines {whose}",
+                remedy=f"leave transport='auto', or say colocated={not colocated}",
             )
         return "ipc" if colocated else given
 
@@ -151,7 +151,7 @@ class SGLangGeneration(ServedGeneration["SGLangServed"]):
 
     def _open(self, name: str) -> SGLangEngine:
         http = self.options.http
-        calls = ActorCalls(self._engines[name], http) if name.startswith(SCHEME) else None
+        calls = ActorCalls(self._engines[name]) if name.startswith(SCHEME) else None
         return SGLangEngine(name, http, calls)
 
     # -- for policies that talk to the engines themselves ---------------------------------

@@ -6,7 +6,7 @@ what :mod:`weight_update.update.procedure` does: layout, pause, begin, send, end
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Layout:
     lock: Any = None
 
 
-class SGLangExchange(Exchange, ABC):
+class SGLangExchange(Exchange):
     """What both placements share: the engines' layout, and the session around the transfer."""
 
     holds = True

@@ -1,4 +1,4 @@
-"""What an update comes to in numbers, under the names that loggers are given."""
+"""What an update comes to in numbers, under the names that loggers and callers are given."""
 
 from __future__ import annotations
 
@@ -68,6 +68,17 @@ def metrics_of(report: UpdateReport, standing: Standing | None = None) -> dict[s
     if failed:
         numbers["failed_seconds"] = report.seconds.get("total", 0.0)
     return {f"{PREFIX}/{name}": float(n) for name, n in numbers.items() if n is not None}
+
+
+def refit_metrics(report: UpdateReport) -> dict[str, float]:
+    """What an update cost, under the plain names that a synchronizer's callers log.
+
+    Example:
+        >>> refit_metrics(UpdateReport(3, 8, 1, 1, {"transfer": 0.5, "total": 1.0}, {}))
+        {'version': 3.0, 'bytes': 8.0, 'transfer_seconds': 0.5, 'total_seconds': 1.0}
+    """
+    seconds = {f"{phase}_seconds": spent for phase, spent in report.seconds.items()}
+    return {"version": float(report.version), "bytes": float(report.bytes), **seconds}
 
 
 def _engines(report: UpdateReport) -> dict[str, float]:
