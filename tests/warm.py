@@ -38,7 +38,9 @@ class WarmProcess:
 
     Args:
         command: As of ``Popen``; the interpreter is this one.
+        stdin: Nothing can be read, as of ``subprocess.DEVNULL``, whatever is given.
         stdout: A file, or ``subprocess.PIPE``; and so on, as of ``Popen``.
+        start_new_session: Always so.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class WarmProcess:
         given |= {number: number for number in pass_fds}
         order = {"module": module, "arguments": arguments, "env": dict(env or os.environ)}
         order |= {"cwd": str(cwd or Path.cwd()), "descriptors": list(given)}
-        self.pid, self._ended = _forge().start(order, list(given.values()))
+        self.pid, self._ended = _fork_server().start(order, list(given.values()))
         if writing is not None:
             os.close(writing)
         self.stdout = None if reading is None else os.fdopen(reading, "r" if text else "rb")
@@ -81,7 +83,7 @@ class WarmProcess:
             watch.register(self._ended, select.POLLIN)
             if not watch.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            self._note(_forge().code_of(self.pid))
+            self._note(_fork_server().code_of(self.pid))
         return self.returncode
 
     def _note(self, code: int) -> None:
@@ -129,9 +131,8 @@ class EnginesSubprocess:
     """``subprocess`` as the launcher of reference engines sees it, while they start warm."""
 
     ENGINE = ("-m", "weight_update.reference_engine")
-    ALONE = frozenset(
-        {"--tp=1", "--device=cpu"}
-    )  # others start processes themselves, or want a GPU
+    # Others start processes themselves, or want a GPU.
+    ALONE = frozenset({"--tp=1", "--device=cpu"})
 
     def __init__(self) -> None:
         self.warm = True
@@ -146,8 +147,8 @@ class EnginesSubprocess:
         return getattr(subprocess, name)
 
 
-class Forge:
-    """The tests' side of the parent of all; it ends with this process."""
+class ForkServer:
+    """The tests' side of the process that all are forked from; it ends with this process."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -204,10 +205,10 @@ class Forge:
 
 
 @cache
-def _forge() -> Forge:
-    forge = Forge()
-    atexit.register(forge.stop)
-    return forge
+def _fork_server() -> ForkServer:
+    server = ForkServer()
+    atexit.register(server.stop)
+    return server
 
 
 # ---- the parent of all

@@ -172,12 +172,11 @@ class UpdateOptions:
             )
         check_dtype(self.dtype)
         parse_device(self.device)
-        if self.backend == "nccl" and not torch.cuda.is_available():
-            raise ConfigurationError(
-                "backend='nccl' needs CUDA, and torch sees no GPU",
-                remedy="use backend='gloo', or a CUDA build of torch",
-            )
-        _refuse_nccl_on_the_cpu(self.backend, self.device)
+        if self.backend == "nccl":
+            _refuse_nccl_without_gpu(self.device)
+        self._refuse_a_flush_that_cannot_be()
+
+    def _refuse_a_flush_that_cannot_be(self) -> None:
         if self.flush_cache_on_update is False and self.stale_cache == "refuse":
             raise ConfigurationError(
                 "stale_cache='refuse' refuses what flush_cache_on_update=False asks for: an update "
@@ -339,9 +338,14 @@ def parse_device(device: DeviceLike) -> torch.device | None:
     return parsed
 
 
-def _refuse_nccl_on_the_cpu(backend: Backend, device: DeviceLike) -> None:
+def _refuse_nccl_without_gpu(device: DeviceLike) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "backend='nccl' needs CUDA, and torch sees no GPU",
+            remedy="use backend='gloo', or a CUDA build of torch",
+        )
     named = parse_device(device)
-    if backend == "nccl" and named is not None and named.type != "cuda":
+    if named is not None and named.type != "cuda":
         raise ConfigurationError(
             f"backend='nccl' does not go with device={str(device)!r}: NCCL moves bytes of a GPU",
             remedy="leave device=None, or use backend='gloo'",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weight_update.cli.doctor_checks import diagnose
-from weight_update.cli.doctor_facts import AddressFacts, Facts, ModelFacts
+from weight_update.cli.doctor_facts import AddressFacts, Facts, ModelFacts, address_facts
 from weight_update.engines.names import compare_names
 from weight_update.engines.probing import ServerFacts
 from weight_update.engines.sglang.capabilities import PROBED_ROUTES
@@ -242,6 +242,12 @@ def test_what_does_not_stop_an_update_is_no_problem(facts: Facts, words: str) ->
 
     assert diagnose(facts).ok, found(facts)
     assert re.search(words, found(facts)), found(facts)
+
+
+def test_a_name_that_does_not_resolve_is_one_problem() -> None:
+    gone = ServerFacts("http://nowhere:30000", unreachable="name not known", advice="look at it")
+    (told,) = diagnose(Facts((gone,), address_facts({}, None, None))).problems
+    assert told.where == gone.url
 
 
 def test_keys_over_loopback_are_not_warned_of() -> None:

@@ -86,7 +86,10 @@ def test_a_wrong_key_or_none_is_refused_at_construction(
 
 ENDS = {
     "refused": Answer(500, "no"),
+    "refused with its key": Answer(500, f"no to {KEY}", {"X-Asked-With": KEY}),
     "sent elsewhere": Answer(307, "", {"Location": "http://127.0.0.1:9/generate"}),
+    "answered by something else": Answer(200, f"<p>{KEY}</p>"),
+    "answered with no object": Answer(200, [KEY]),
 }
 
 
@@ -98,6 +101,18 @@ def test_what_a_server_says_instead_of_an_answer_is_told_without_the_key(end: An
         with pytest.raises(EngineRejected, match=f"/generate answered {end.status}") as caught:
             sampled(policy)
     assert not [shown for shown in everything_of(caught.value) if KEY in shown]
+
+
+def test_a_proxy_of_the_environment_gets_no_key(
+    keyed: ReferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeServer() as proxy:
+        for name in ("http_proxy", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert len(sampled(llm_kit.policy(keyed.url, api_key=KEY))) == llm_kit.ENVS
+    assert not proxy.asked
 
 
 def test_the_error_of_a_server_that_is_gone_has_no_key() -> None:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "engines": BASE | {"weights"},
     "update": BASE | {"weights"},
     "delivery": BASE | {"weights", "transports", "engines", "update"},
-    "collectors": BASE | {"weights", "rollouts"},
+    "collectors": BASE | {"weights", "engines", "rollouts"},
     "schemes": BASE | {"weights", "transports", "update", "delivery", "collectors"},
     "synchronizers": BASE | {"weights", "transports", "engines", "update", "delivery"},
     "vllm_worker": set(),

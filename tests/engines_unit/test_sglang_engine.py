@@ -97,6 +97,7 @@ def test_a_server_without_any_route_of_sglang_is_named_for_what_it_is(engine, se
         engine.inspect(soon())
     assert caught.value.engine == server.url
     assert "root URL" in str(caught.value)
+    assert "a vLLM server takes VLLMWeightSyncScheme" in str(caught.value)
 
 
 def test_a_server_that_only_hides_its_layout_is_taken_for_what_it_is(engine, server, answer):

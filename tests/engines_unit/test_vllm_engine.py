@@ -178,7 +178,7 @@ def vllm(server, answer) -> Any:
 @pytest.mark.parametrize(
     ("route", "words"),
     [
-        ("/version", r"no vLLM server answers here .*root URL \(without /v1\)"),
+        ("/version", r"no vLLM server answers here .*\(without /v1\).*SGLangWeightSyncScheme"),
         ("/pause", "without the routes that change weights .*VLLM_SERVER_DEV_MODE=1"),
     ],
 )

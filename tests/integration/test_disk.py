@@ -434,3 +434,18 @@ def test_what_a_slow_engine_still_reads_stays_although_a_quorum_has_the_version(
         sender.update_weights(kit.llama(0))
         assert [kit.served(engine) for engine in two] == [kit.tokens_of(0)] * 2
         assert versions(tmp_path) == [shown(quick)]
+
+
+def test_an_engine_that_was_taken_out_while_it_read_keeps_no_version(
+    two: list[ReferenceEngine], tmp_path: Path
+) -> None:
+    quick, gone = two
+    with sender_of(two, tmp_path, quorum=1) as sender:
+        sender.update_weights(kit.llama(0))
+        gone.inject(Fault(LOAD, "hang", times=1))
+        with kit.timeout_of(sender, 3.0):
+            sender.update_weights(kit.llama(1))
+        sender.remove_engine(gone.url)
+        for _ in range(2):
+            sender.update_weights(kit.llama(0))
+        assert versions(tmp_path) == [shown(quick)]

@@ -30,9 +30,8 @@ def two(request: pytest.FixtureRequest) -> Iterator[list[ReferenceEngine]]:
 
 def refuse_one_and_delay_the_other(refusing: ReferenceEngine, late: ReferenceEngine) -> None:
     refusing.inject(Fault(UPDATE, "refuse", times=1))
-    late.inject(
-        Fault(UPDATE, "slow", seconds=LATE_SECONDS, times=1)
-    )  # before its scheduler sees it
+    # Before its scheduler sees it.
+    late.inject(Fault(UPDATE, "slow", seconds=LATE_SECONDS, times=1))
 
 
 def test_a_server_is_not_told_to_drop_a_group_before_it_answered(

@@ -297,7 +297,7 @@ def test_a_variable_that_cannot_be_read_is_refused_at_construction(
     with pytest.raises(ConfigurationError) as caught:
         scheme()
 
-    assert value in str(caught.value)
+    assert f"{variable}={value!r}" in str(caught.value)
 
 
 def test_variables_are_trimmed_and_read_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:

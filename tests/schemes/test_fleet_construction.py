@@ -115,6 +115,11 @@ def test_what_no_fleet_can_do_is_refused(options: dict[str, Any], words: str) ->
         fleet(**options)
 
 
+def test_what_no_fleet_can_do_is_refused_as_that_also_where_one_scheme_asks_for_it() -> None:
+    with pytest.raises(ConfigurationError, match="transport='disk' does not go with a fleet"):
+        fleet({"transport": "disk"}, {})
+
+
 def test_adapters_are_merged(tmp_path: Any) -> None:
     adapter = {"lora": "adapter"}
 

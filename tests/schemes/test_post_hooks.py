@@ -297,3 +297,22 @@ def test_hooks_and_loggers_stay_with_the_process_that_registered_them(rebuild: A
 
     twin.register_post_hook(lambda: None)
     assert list(twin.engines) == list(sender.engines)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("of", ["sender", "scheme"])
+def test_who_hears_of_an_update_does_not_hear_of_those_of_a_copy(copied: Any, of: str) -> None:
+    scheme = SGLangWeightSyncScheme("http://a:1")
+    heard: list[UpdateReport] = []
+
+    def hook(report: UpdateReport) -> None:
+        heard.append(report)
+
+    original: Any = {"sender": scheme.create_sender(), "scheme": scheme}[of]
+    original.register_post_hook(hook)
+
+    twin = copied(original)
+    listeners = twin.listeners if of == "scheme" else twin._listeners
+    listeners.hear(lambda: report_of(1), version=0)
+
+    assert not heard

@@ -96,7 +96,7 @@ def test_the_command_refuses_a_folder_that_nothing_is_written_to(way: str) -> No
 
 
 def test_a_transport_takes_its_settings_in_one_way() -> None:
-    with pytest.raises(ConfigurationError, match="timeout is given beside it"):
+    with pytest.raises(ConfigurationError, match="timeout= is given beside it"):
         SGLangCollectiveTransport(URL, timeout=5.0, options=UpdateOptions())
 
 

@@ -114,7 +114,7 @@ class _Deployment(WholeModel):
         ends = Ends(self._generation.open_group, lambda _: self._generation.packer)
         return Updater(urls, self._generation.open, {"broadcast": ends}, self._options)
 
-    def counted(self) -> None:
+    def counted(self, urls: Sequence[str]) -> None:
         pass
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from unittest.mock import Mock
 from uuid import uuid4
@@ -366,6 +366,34 @@ def test_a_folder_that_nobody_answered_for_goes_when_its_reader_reads_another(
         newest = written(packer, {"a": torch.ones(1)})
         folders.keep_newest()
         assert set(home_of(tmp_path).glob("version-*")) == {place, newest}
+
+
+def test_a_silent_engine_that_left_the_fleet_keeps_no_folder(folders: VersionFolders) -> None:
+    packer = packer_of(folders)
+    places = {url: written(packer, {"a": torch.ones(1)}) for url in ("http://gone", "http://slow")}
+    for url, place in places.items():
+        with suppress(UpdateTimeout), folders.reading(place, url):
+            raise UpdateTimeout("no answer")
+    written(packer, {"a": torch.ones(1)})
+
+    folders.forget_all_but(["http://slow"])
+    folders.keep_newest()
+
+    assert [place.is_dir() for place in places.values()] == [False, True]
+
+
+def test_an_engine_may_begin_to_read_while_folders_are_looked_through(
+    folders: VersionFolders, tmp_path: Path
+) -> None:
+    class LookedAt(PosixPath):
+        def __hash__(self) -> int:
+            others.enter_context(folders.reading(tmp_path / "new", "http://other"))
+            return super().__hash__()
+
+    with folders.written(1):
+        pass
+    with ExitStack() as others, folders.reading(LookedAt(tmp_path), "http://slow"):
+        folders.keep_newest()
 
 
 def test_closing_removes_everything_and_nothing_else(

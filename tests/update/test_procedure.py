@@ -21,6 +21,7 @@ from weight_update.report import Progress
 from weight_update.update.fleet import Fleet
 from weight_update.update.planning import Payload
 from weight_update.update.push import Push
+from weight_update.waiting import Deadline
 from weight_update.weights.extract import extract_weights
 
 _spec = importlib.util.spec_from_file_location("fakes", Path(__file__).parent / "fakes.py")
@@ -414,6 +415,35 @@ def test_a_slow_close_still_leaves_time_to_resume_a_clean_engine() -> None:
     assert not home.engines[0].paused
 
 
+def test_an_engine_that_is_late_with_a_pause_still_drops_the_group() -> None:
+    """No late request names it, so that dropping it ends no server."""
+    home = house(1)
+    home.engines[0].ends_without_group = True
+    home.engines[0].fail("pause", "late")
+    failure_of(home)
+
+    home.updater.shutdown()
+
+    assert "leave" in home.engines[0].calls
+
+
+def test_a_look_that_fails_while_another_engine_hangs_ends_within_two_seconds() -> None:
+    home = house(2)
+    home.push()
+    lost, hanging = home.engines
+    lost.dead = True
+
+    def hang(deadline: Deadline, **_: Any) -> Any:
+        time.sleep(deadline.remaining())
+        raise fakes.FAULTS["late"](hanging.url)
+
+    hanging.observe = hanging.label = hang  # type: ignore[method-assign]
+    start = time.monotonic()
+
+    assert states(failure_of(home)) == [EngineState.UNREACHABLE] * 2
+    assert time.monotonic() - start < 2
+
+
 def test_collectors_that_hang_do_not_keep_the_engines_paused() -> None:
     home = house(1, timeout=4.0)
     weights = fakes.extract_weights({"a": fakes.torch.zeros(1)})
@@ -565,6 +595,17 @@ def test_a_shape_that_an_engine_did_not_take_before_is_refused_beforehand() -> N
 
     assert failure.value.phase == "plan"
     assert not any(engine.paused for engine in home.engines)
+
+
+def test_of_many_wrong_shapes_the_first_few_are_told() -> None:
+    home = house(1)
+    home.push()
+    other = fakes.extract_weights({name: fakes.torch.zeros(3) for name in "abcd"})
+
+    with pytest.raises(WeightUpdateError, match=r"4 weight\(s\) .*'c' is .*; \.\.\.") as failure:
+        home.updater.update(Push(lambda: Payload(other), lambda _: []))
+
+    assert "'d'" not in str(failure.value)
 
 
 def test_a_restarted_engine_may_take_other_shapes() -> None:

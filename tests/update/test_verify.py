@@ -233,7 +233,7 @@ def look_at_names(prover: Prover, *, whole: bool = True) -> None:
 
 @pytest.mark.parametrize("mode", ["checksum", "sample"])
 def test_a_proof_that_an_engine_cannot_give_is_refused_beforehand(mode: Any) -> None:
-    with pytest.raises(ConfigurationError, match="nothing to compare with"):
+    with pytest.raises(ConfigurationError, match="cannot give that proof"):
         demand(fleet_of(Prover("http://a:1")), list(PLAN.names), mode, deadline())
 
 

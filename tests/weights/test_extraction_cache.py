@@ -161,6 +161,19 @@ def put_a_method_in_front(model: TwoLinears) -> None:
     model.state_dict = lambda *args, **kwargs: {"first.bias": saved(*args, **kwargs)["first.bias"]}
 
 
+def put_a_method_of_a_part_in_front(model: TwoLinears) -> None:
+    def save(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = model.first.weight * 2
+
+    model.first._save_to_state_dict = save
+
+
+def move_a_module_to_its_child(model: TwoLinears) -> None:
+    """All modules stay in their order, under the same last names."""
+    model.first.second = model.second
+    del model.second
+
+
 CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     replace_a_parameter,
     swap_the_data,
@@ -182,6 +195,8 @@ CHANGES: tuple[Callable[[TwoLinears], None], ...] = (
     script_a_child,
     give_another_class,
     put_a_method_in_front,
+    put_a_method_of_a_part_in_front,
+    move_a_module_to_its_child,
 )
 
 
@@ -190,6 +205,24 @@ def test_a_changed_model_is_extracted_anew(change: Callable[[TwoLinears], None])
     model = TwoLinears()
     cache = known(model)
     change(model)
+    assert_equal(cache.extract(model), extract_weights(model))
+
+
+def test_a_model_that_came_to_hold_itself_is_refused_and_not_walked_for_ever():
+    model = TwoLinears()
+    cache = known(model)
+    model.first.parent = model
+    with pytest.raises(RecursionError):
+        cache.extract(model)
+
+
+def test_a_parameter_that_moves_to_the_next_module_is_noticed():
+    """All tensors stay in their order, under the same last names."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    cache = known(model)
+    bias = model[0].bias
+    del model[0].bias
+    model[1].bias = bias
     assert_equal(cache.extract(model), extract_weights(model))
 
 

@@ -1,4 +1,4 @@
-"""``weight-update bench link``: the link to live servers, and the setting that suits it."""
+"""``weight-update bench link``: the link to live SGLang servers, and the setting that suits it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weight_update.bench.link import LinkJobs
     from weight_update.bench.rows import Row
 
-HELP = """Measure the link to live servers, and print the setting that suits it.
+HELP = """Measure the link to live SGLang servers, and print the setting that suits it.
 
 Zeros travel as weights do, in buckets of several sizes and as one broadcast a tensor, and right
 before each of them as one huge tensor: the limit. The ratio is the distance from it. Then comes
@@ -47,7 +47,10 @@ Exit codes:
 
 
 def link(
-    server: options.Server,
+    server: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="An SGLang server's root URL; repeat it for several."),
+    ],
     gigabytes: Annotated[
         float, typer.Option(min=0.001, help="How much is sent at a time (GB = 1e9 bytes).")
     ] = 1.0,
@@ -64,7 +67,7 @@ def link(
     ca_file: options.CaFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measures the link to live servers."""
+    """Measures the link to live SGLang servers."""
     from weight_update.bench.link import LinkJobs, advice, run_link
 
     scheme = _scheme(

@@ -220,7 +220,7 @@ def address_facts(
         port: The port likewise.
     """
     if not (address or servers):
-        return AddressFacts("", port, "no server's name resolves, so no route leads to one")
+        return AddressFacts("", port)  # each server is told to be out of reach
     try:
         chosen = check_address(address) if address else choose_address(_numeric(servers))
         listen(chosen, port).close()

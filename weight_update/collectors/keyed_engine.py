@@ -8,9 +8,11 @@ from typing import Any
 import requests
 from torchrl.modules.llm import AsyncSGLang
 
-from weight_update.errors import EngineRejected
+from weight_update.engines.answers import AnswerReader, json_of
+from weight_update.options import HttpOptions
 
 _ASK_SECONDS = 10.0
+_NO_PROXIES = {"http": "", "https": ""}  # one of the environment would get the key
 # What TorchRL's client sends where nothing is said; a model may have defaults of its own.
 _USUAL = {
     "temperature": 1.0,
@@ -91,12 +93,13 @@ class Line:
 
     def __init__(self, url: str, key: str) -> None:
         self.url, self._key = url, key
+        self._answers = AnswerReader(url, HttpOptions(api_key=key))
 
     def ask(self, method: str, path: str, body: object = None, *, seconds: float) -> dict[str, Any]:
-        """What the server answers.
+        """What the server answers, as JSON.
 
         Raises:
-            EngineRejected: It refused, with its words.
+            EngineRejected: It refused, or answered something else, with its words.
             requests.RequestException: It did not answer.
         """
         try:
@@ -107,15 +110,15 @@ class Line:
                 timeout=seconds,
                 auth=self._signed,  # a header alone would give way to a .netrc
                 allow_redirects=False,
+                proxies=_NO_PROXIES,
             )
         except requests.RequestException as error:
             _forget_key(error.request)
             raise
         _forget_key(answer.request)
-        if answer.status_code != requests.codes.ok:
-            words = f"{path} answered {answer.status_code}: {answer.text[:500]}"
-            raise EngineRejected(words, engine=self.url, response=answer)
-        told: dict[str, Any] = answer.json()
+        told = json_of(answer)
+        if answer.status_code != requests.codes.ok or not isinstance(told, dict):
+            raise self._answers.rejection(answer, phase="configure")
         return told
 
     def _signed(self, request: requests.PreparedRequest) -> requests.PreparedRequest:

@@ -73,7 +73,7 @@ class AdapterPush:
         self._courier.announce(adapter.config)
         return adapter.weights
 
-    def counted(self) -> None:
+    def counted(self, urls: Sequence[str]) -> None:  # noqa: ARG002 - it keeps nothing for single engines
         """Every engine has the adapter: its values are not kept."""
         self._courier.forget()
 

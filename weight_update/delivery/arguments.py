@@ -60,21 +60,32 @@ def read_options(arguments: Mapping[str, Any]) -> UpdateOptions:
     if "directory" in given:
         given["directory"] = read_directory(given["directory"])
     options = UpdateOptions(**given, http=HttpOptions.read(**http))
-    _refuse_unused(asked)
+    _refuse_unused(options, asked)
     return options
 
 
-def _refuse_unused(asked: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for an argument that would be passed over without a word."""
+def unusual(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of options by name, those that are not as they are by default.
+
+    Example:
+        >>> unusual({"timeout": 5.0, "lora": "merge"})
+        {'timeout': 5.0}
+    """
     usual = {f.name: f.default for f in fields(UpdateOptions)}
+    return {name: value for name, value in arguments.items() if value != usual[name]}
+
+
+def _refuse_unused(options: UpdateOptions, asked: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError for an argument that would be passed over without a word."""
+    given = unusual(asked)
     for (chooser, choice), names in _UNUSED.items():
-        if asked.get(chooser, usual[chooser]) == choice:
-            for name in names:
-                if asked.get(name, usual[name]) != usual[name]:
-                    raise ConfigurationError(
-                        f"{name}={asked[name]!r} has no use with {chooser}={choice!r}",
-                        remedy=f"leave {name}= out, or choose another {chooser}=",
-                    )
+        unused = [name for name in names if name in given]
+        if unused and getattr(options, chooser) == choice:
+            name = unused[0]
+            raise ConfigurationError(
+                f"{name}={given[name]!r} has no use with {chooser}={choice!r}",
+                remedy=f"leave {name}= out, or choose another {chooser}=",
+            )
 
 
 def _check_named_device(device: DeviceLike) -> None:

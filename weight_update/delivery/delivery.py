@@ -120,7 +120,7 @@ class Delivery:
         counted = counted or _nothing
 
         def count(version: int) -> Sequence[str]:
-            self._deployment.counted()
+            self._deployment.counted(self._updater.roster.urls)
             return counted(version)
 
         def push(

@@ -34,8 +34,8 @@ class Deployment(Protocol):
     def snapshot(self, source: Any) -> Any:
         """A copy of what a source sends, which training does not change."""
 
-    def counted(self) -> None:
-        """Every engine has the weights: what was kept for them may go."""
+    def counted(self, urls: Sequence[str]) -> None:
+        """These engines, the whole fleet, have the weights: what was kept may go."""
 
     def close(self) -> None:
         """Removes what was written or shared for engines."""

@@ -78,7 +78,7 @@ class MixedDeployment(WholeModel):
         ways: dict[Way, Ends] = {"broadcast": Ends(self._open_group, self._open_packer)}
         return Updater(urls, self._open_engine, ways, self._options)
 
-    def counted(self) -> None:
+    def counted(self, urls: Sequence[str]) -> None:
         """Nothing was kept for an update."""
 
     def close(self) -> None:

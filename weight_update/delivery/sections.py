@@ -25,7 +25,10 @@ OWN = frozenset(
 )
 """Options that may differ from one kind of engine to another; one update has one of each other."""
 _OWN_ARGUMENTS = ", ".join(
-    (*sorted(OWN - {"http", "reads_variables"}), *(f.name for f in fields(HttpOptions)))
+    (
+        *sorted(OWN - {"http", "reads_variables", "directory"}),
+        *(f.name for f in fields(HttpOptions)),
+    )
 )
 # What becomes of requests that run, the hardest first.
 _HARDEST: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
@@ -91,10 +94,11 @@ def fleet_options(sections: Sequence[Section]) -> FleetOptions:
         raise ConfigurationError("a fleet needs at least one scheme with servers")
     first = sections[0].options
     shared = {f.name: getattr(first, f.name) for f in fields(UpdateOptions) if f.name not in OWN}
+    for section in sections:
+        _refuse_what_one_kind_cannot(section.options)
+    _refuse_folders(sections)
     for name in shared:
         _agree(name, sections)
-    _refuse_what_one_kind_cannot(first)
-    _refuse_folders(sections)
     _refuse_one_port(sections)
     gpus = [section.options.num_gpus for section in sections]
     known = [number for number in gpus if number is not None]
@@ -121,12 +125,12 @@ def _agree(name: str, sections: Sequence[Section]) -> None:
     )
 
 
-def _refuse_what_one_kind_cannot(shared: UpdateOptions) -> None:
+def _refuse_what_one_kind_cannot(options: UpdateOptions) -> None:
     """Raises for what carries weights to one kind of engine, and not to all."""
     refusals = {
-        f"transport={shared.transport!r}": shared.transport not in ("auto", "broadcast"),
-        "trainer_ranks='node'": shared.trainer_ranks == "node",
-        "lora='adapter'": shared.lora == "adapter",
+        f"transport={options.transport!r}": options.transport not in ("auto", "broadcast"),
+        "trainer_ranks='node'": options.trainer_ranks == "node",
+        "lora='adapter'": options.lora == "adapter",
     }
     for what, refused in refusals.items():
         if refused:

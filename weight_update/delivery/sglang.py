@@ -82,8 +82,9 @@ class SGLangDeployment(WholeModel):
             ),
         }
 
-    def counted(self) -> None:
-        """Only the newest folders are kept."""
+    def counted(self, urls: Sequence[str]) -> None:
+        """Only the newest folders are kept, and those that engines of the fleet still read."""
+        self._folders.forget_all_but(urls)
         self._folders.keep_newest()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class VLLMDeployment(WholeModel):
         """The one updater, with all ways that lead to vLLM."""
         return Updater(urls, self.open_engine, self._ways(), self._options)
 
-    def counted(self) -> None:
+    def counted(self, urls: Sequence[str]) -> None:
         """Nothing was kept for an update."""
 
     def close(self) -> None:

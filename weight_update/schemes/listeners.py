@@ -1,4 +1,4 @@
-"""Who hears of a sender's updates: hooks of those that succeeded, loggers of all."""
+"""Who hears of updates: hooks of those that succeeded, loggers of all."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Listeners:
         self.loggers.clear()
 
     def __reduce__(self) -> Any:
-        return Listeners, (self._wider,)
+        return Listeners, ()
 
     def _ran(self, push: Callable[[], UpdateReport], start: Start) -> UpdateReport:
         if self._wider is None:

@@ -324,13 +324,14 @@ class SGLangWeightSender:
 
     def __getstate__(self) -> dict[str, Any]:
         # A sender that crosses a process is configuration: it registers and connects anew.
-        own = ("_background", "_counters")
+        own = ("_background", "_counters", "_listeners")
         kept = {k: v for k, v in self.__dict__.items() if k not in own}
         return {**kept, "_model_ref": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._background, self._counters = Background(), Counters()
+        self._listeners = Listeners(self._scheme.listeners)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scheme!r}, version={self.version})"

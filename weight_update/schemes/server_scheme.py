@@ -141,6 +141,9 @@ class ServerScheme(CollectorScheme):
         super().shutdown()
         self.listeners.loggers.settle()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "listeners": Listeners()}
+
     @abstractmethod
     def create_transport(self, **ignored: Any) -> SGLangCollectiveTransport:
         """A transport with the scheme's settings, as rank 0."""

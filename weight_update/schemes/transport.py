@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 
 from weight_update.delivery.adapter_push import AdapterPush
+from weight_update.delivery.arguments import unusual
 from weight_update.delivery.delivery import Delivery, default_device
 from weight_update.delivery.deployment import Deployment, OpenDeployment
 from weight_update.delivery.ranks import Ranks
@@ -223,11 +223,10 @@ def _rebuild(
 def _one_of(options: UpdateOptions | None, told: dict[str, Any]) -> UpdateOptions:
     if options is None:
         return UpdateOptions(**told)
-    usual = {f.name: f.default for f in fields(UpdateOptions)}
-    beside = [name for name, value in told.items() if value != usual[name]]
-    if beside:
+    beside = next(iter(unusual(told)), None)
+    if beside is not None:
         raise ConfigurationError(
-            f"options= holds all settings, and {beside[0]} is given beside it",
+            f"options= holds all settings, and {beside}= is given beside it",
             remedy="leave out one of both",
         )
     return options

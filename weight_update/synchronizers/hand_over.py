@@ -85,7 +85,7 @@ class _PairDeployment:
         """Not possible: the policy's weights are elsewhere."""
         raise ConfigurationError("the weights of a policy's workers are not here", phase="plan")
 
-    def counted(self) -> None:
+    def counted(self, urls: Sequence[str]) -> None:
         """Nothing was kept."""
 
     def close(self) -> None:

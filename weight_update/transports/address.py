@@ -66,8 +66,12 @@ def has_address(url: str) -> bool:
     return urlsplit(url).scheme in ("http", "https")
 
 
-def check_address(address: str) -> str:
+def check_address(address: str, said: str = "master_address") -> str:
     """Returns a user's master address if engines could ever reach it.
+
+    Args:
+        address: The address.
+        said: By what argument or variable it was given.
 
     Raises:
         ConfigurationError: It is a wildcard or link-local, or does not resolve.
@@ -80,10 +84,10 @@ def check_address(address: str) -> str:
     try:
         numeric = _parsed(_resolve(bare))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"master_address={address!r} does not resolve: {error}") from error
+        raise ConfigurationError(f"{said}={address!r} does not resolve: {error}") from error
     if numeric.is_unspecified or numeric.is_link_local or "%" in bare:
         raise ConfigurationError(
-            f"master_address={address!r} cannot be reached from another process",
+            f"{said}={address!r} cannot be reached from another process",
             remedy="name an address of this host on the network of the engines",
         )
     return bare
@@ -99,8 +103,10 @@ def read_master_address(argument: str | None) -> str | None:
         >>> read_master_address("127.0.0.1")
         '127.0.0.1'
     """
-    address = argument or read_text(MASTER_ADDRESS_VARIABLE)
-    return check_address(address) if address else None
+    if argument:
+        return check_address(argument)
+    address = read_text(MASTER_ADDRESS_VARIABLE)
+    return check_address(address, MASTER_ADDRESS_VARIABLE) if address else None
 
 
 def listen(address: str, port: int | None) -> socket.socket:

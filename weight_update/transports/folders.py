@@ -9,8 +9,9 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -51,6 +52,7 @@ class VersionFolders:
         self._written: list[Path] = []
         self._old: list[Path] = []
         self._readers: dict[str, Path] = {}
+        self._lock = threading.Lock()  # of the readers: engines read in threads of their own
         self._cleaner: weakref.finalize[[Path, int, int], VersionFolders] | None = None
 
     @property
@@ -94,7 +96,8 @@ class VersionFolders:
         One that does not answer may read on, and ends if it finds a file gone. It keeps the folder
         until it is told of another, which it obeys when it is done.
         """
-        self._readers[url] = place
+        with self._lock:
+            self._readers[url] = place
         answered = False
         try:
             yield
@@ -103,8 +106,18 @@ class VersionFolders:
             answered = error.applied != "unknown"
             raise
         finally:
-            if answered and self._readers.get(url) == place:
-                del self._readers[url]
+            with self._lock:
+                if answered and self._readers.get(url) == place:
+                    del self._readers[url]
+
+    def forget_all_but(self, urls: Container[str]) -> None:
+        """Keeps nothing for engines that are not among these: they left the fleet.
+
+        Else each that died and was removed would keep a whole model.
+        """
+        with self._lock:
+            kept = {url: place for url, place in self._readers.items() if url in urls}
+            self._readers = kept
 
     def keep_newest(self) -> None:
         """Every engine of the update has the newest: older ones that nobody reads are removed."""
@@ -120,15 +133,18 @@ class VersionFolders:
             self._cleaner()
 
     def _forget(self, folders: list[Path]) -> None:
-        read = set(self._readers.values())
+        with self._lock:
+            read = list(self._readers.values())
         self._old = [*self._old, *folders]
-        for old in set(self._old) - read:
+        for old in set(self._old).difference(read):
             shutil.rmtree(old, ignore_errors=True)
         self._old = [folder for folder in self._old if folder in read]
         self._written = [folder for folder in self._written if folder not in folders]
 
     def _forget_all(self) -> None:
-        self._taken, self._written, self._old, self._readers = [], [], [], {}
+        self._taken, self._written, self._old = [], [], []
+        with self._lock:
+            self._readers = {}
 
     def _at_home(self, nbytes: int) -> Path:
         if self._home is not None and self._home.is_dir():

@@ -28,8 +28,10 @@ from weight_update.update.versions import next_version
 from weight_update.update.wire import Wire
 from weight_update.waiting import Deadline
 
-_JUDGE_SECONDS = 1.0
+# With the waits of the roster before and after it, less than a failed update may take.
+_JUDGE_SECONDS = 0.8
 _PLANNING_SHARE = 0.5
+_BEFORE_PAUSE = ("plan", "connect")
 # What an engine can do to an attempt; everything else would fail without it as well.
 _ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
@@ -69,6 +71,9 @@ class Attempts:
                 self._go_on_without_culprits(error, fleet, run)
                 if run.counted:
                     return None
+            except Exception:
+                self._note_the_dead(run)
+                raise
 
     def meet(self, fleet: Fleet, device: torch.device, within: Deadline) -> None:
         """Inspects engines that started anew, and makes a group of the fleet.
@@ -219,10 +224,10 @@ class Attempts:
 
     def _go_on_without_culprits(self, error: WeightUpdateError, fleet: Fleet, run: Run) -> None:
         """Leaves out the engines that failed, or raises if too few would be left."""
-        if run.watch.phase in ("plan", "connect"):
+        if run.watch.phase in _BEFORE_PAUSE:
             # Nobody is judged while it answers: one that fails ends a step for all.
             wait(fleet.calls(), timeout=run.deadline.at_most(_JUDGE_SECONDS).remaining())
-            self._roster.note_the_dead()
+        self._note_the_dead(run)
         failed = culprits(error, fleet.members)
         left = len(fleet.members) - len(failed)
         read = run.payload.stream is not None and run.planned is not None  # cannot be read again
@@ -232,6 +237,10 @@ class Attempts:
         for member in failed:
             member.lost |= frozenset(weight.spec.name for weight in run.payload.weights)
             self._leave_out(member, member.detail or error.message, run)
+
+    def _note_the_dead(self, run: Run) -> None:
+        if run.watch.phase in _BEFORE_PAUSE:
+            self._roster.note_the_dead()
 
     def _leave_out(self, member: Member, why: str, run: Run) -> None:
         member.left_out, member.detail = True, why

@@ -9,7 +9,7 @@ from weight_update.errors import ConfigurationError, WeightMismatchError
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.protocols import Packer
 from weight_update.update.rules import UpdateRules
-from weight_update.update.verify import check_names, check_shapes, demand, learn
+from weight_update.update.verify import check_names, check_shapes, demand, first_few, learn
 from weight_update.waiting import Deadline
 from weight_update.weights.buckets import Bucket, Plan
 from weight_update.weights.growing_plan import GrowingPlan
@@ -143,7 +143,13 @@ def _misshapen(member: Member, plan: Plan | GrowingPlan) -> Iterator[str]:
     """An engine takes no shape but its own, and may say yes to another and hold garbage."""
     if member.engine.intake.any_shape or member.shapes is plan.shapes:
         return
-    for name, shape in plan.shapes.items():
-        taken = member.shapes.get(name, shape)
-        if taken != shape:
-            yield f"{name!r} is {shape} now, and {member.url} took {taken} before"
+    wrong = [
+        f"{name!r} is {shape} now and was {member.shapes[name]}"
+        for name, shape in plan.shapes.items()
+        if member.shapes.get(name, shape) != shape
+    ]
+    if wrong:
+        yield (
+            f"{len(wrong)} weight(s) have another shape than {member.url} took before: "
+            f"{first_few(wrong)}"
+        )

@@ -97,7 +97,8 @@ def settle(fleet: Fleet, failure: Failure) -> None:
         known = task.done() and task.exception() is None
         result = task.result() if known else _unsettled(member, task.done() and task.exception())
         _note(member, result, str(getattr(error, "message", "")) if member.url == culprit else "")
-        member.note_debt(failure.group.name)
+        if failure.phase == "transfer":  # no other request names the group
+            member.note_debt(failure.group.name)
     if any(member.state is EngineState.UNREACHABLE for member in fleet.members):
         failure.group.give_up()
     if interrupt is not None:

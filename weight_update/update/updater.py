@@ -134,9 +134,7 @@ class Updater:
             with self._turn(run):
                 try:
                     self._attempts.run(run)
-                except BaseException as error:
-                    if isinstance(error, Exception):
-                        self._note_the_dead(run)
+                except BaseException:
                     self._attempts.release(self.roster.members, run)
                     raise
                 finally:
@@ -300,7 +298,8 @@ class Updater:
         except Exception as error:  # noqa: BLE001 - re-raised with its report
             phase = run.watch.phase
             failure = wrapped(error, phase)
-            self._note_the_dead(run)
+            if phase in ("plan", "connect"):
+                self.roster.note_the_dead()
             if failure.phase == "configure":
                 failure.phase = phase
             failure.report = self._report(run)
@@ -310,10 +309,6 @@ class Updater:
             interrupt.add_note(f"the weight update was interrupted; {words}")
             _log.warning("the weight update was interrupted; %s", words)
             raise
-
-    def _note_the_dead(self, run: Run) -> None:
-        if run.watch.phase in ("plan", "connect"):
-            self.roster.note_the_dead()
 
     def _report(self, run: Run) -> UpdateReport:
         plan = run.planned.plan if run.planned else Plan(())

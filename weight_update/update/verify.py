@@ -145,14 +145,18 @@ def check_shapes(member: Member, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if not is_of_vocabulary(name)
     ]
     if wrong:
-        more = "; ..." if len(wrong) > _SHAPES_SHOWN else ""
         raise WeightMismatchError(
             f"{len(wrong)} weight(s) have another shape than in the folder of the engine's "
-            f"model: {'; '.join(wrong[:_SHAPES_SHOWN])}{more}",
+            f"model: {first_few(wrong)}",
             engine=member.url,
             phase="plan",
             remedy="push the model that the engine serves; verify='off' skips this check",
         )
+
+
+def first_few(shapes: Sequence[str]) -> str:
+    """The first of what is said of each weight; a model has thousands."""
+    return "; ".join(shapes[:_SHAPES_SHOWN]) + ("; ..." if len(shapes) > _SHAPES_SHOWN else "")
 
 
 def learn(member: Member, deadline: Deadline) -> None:
@@ -204,11 +208,11 @@ def demand(fleet: Fleet, names: Sequence[str], verify: Verify, deadline: Deadlin
         )
         if not able:
             raise ConfigurationError(
-                f"verify={verify!r} is asked for, and it has nothing to compare with",
+                f"verify={verify!r} is asked for, and it cannot give that proof",
                 engine=member.url,
                 phase="plan",
-                remedy="digests need a second engine of equal layout, samples a model that "
-                "returns its weights by name; verify='auto' takes what there is",
+                remedy="verify='auto' takes what there is; a checksum needs engines that tell "
+                "digests, two of equal layout, a sample one that returns weights by name",
             )
 
 

@@ -27,11 +27,11 @@ class ExtractionCache:
     """Extracts weights, and remembers what it found out about the last module.
 
     A module whose tensors have the same names, dtypes, shapes and places in memory as before
-    costs one walk over it, and so does one with LoRA adapters that are active, scaled and merged
-    as before. No tensor of a module is referred to between updates: a trainer may replace, swap
-    and free its tensors as if nobody had looked at them. Models with other adapters, with a
-    ``state_dict`` of their own or hooks on it, sharded ones and mappings are extracted anew each
-    time.
+    costs one look at each of them, and so does one with LoRA adapters that are active, scaled
+    and merged as before. No tensor of a module is referred to between updates: a trainer may
+    replace, swap and free its tensors as if nobody had looked at them. Models with other adapters,
+    with a ``state_dict`` of their own or hooks on it, sharded ones and mappings are extracted anew
+    each time.
 
     Example:
         >>> cache = ExtractionCache()

@@ -24,6 +24,12 @@ _REFUSED_FLUSH_TOLD_SINCE = (0, 5, 22)
 # Older ones take a cache key with a request, and ignore it.
 _SALTS_SINCE = (0, 5, 11)
 
+WHICH_URL = (
+    "give the server's root URL (without /v1); a vLLM server takes VLLMWeightSyncScheme or "
+    "VLLMGeneration"
+)
+"""What to do where something else than SGLang answers."""
+
 
 @dataclass(frozen=True)
 class SGLangCapabilities:
@@ -181,7 +187,7 @@ def _refuse_old(
             "no SGLang server answers here: /server_info and /pause_generation are missing",
             engine=url,
             phase="connect",
-            remedy="give the server's root URL (without /v1), and not another service's",
+            remedy=WHICH_URL,
         )
     if number is not None:
         too_old = number < _OLDEST

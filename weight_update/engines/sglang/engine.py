@@ -12,6 +12,7 @@ from weight_update.engines.intake import intake_of
 from weight_update.engines.model_folder import folder_of, read_config, read_scaled, read_shapes
 from weight_update.engines.sglang.capabilities import (
     PROBED_ROUTES,
+    WHICH_URL,
     SGLangCapabilities,
     SGLangLayout,
     read_capabilities,
@@ -361,7 +362,7 @@ class SGLangEngine:
                 "no SGLang server answers here: /server_info and /model_info are missing",
                 engine=self.url,
                 phase="connect",
-                remedy="give the server's root URL (without /v1), and not another service's",
+                remedy=WHICH_URL,
             )
 
     def _quantised(self, sign: str) -> ConfigurationError:

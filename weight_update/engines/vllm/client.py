@@ -53,7 +53,10 @@ class VLLMClient:
     """
 
     stranger = "no vLLM server answers here"
-    address = "give the server's root URL (without /v1), and not another service's"
+    address = (
+        "give the server's root URL (without /v1); an SGLang server takes SGLangWeightSyncScheme "
+        "or SGLangGeneration"
+    )
 
     def __init__(self, url: str, options: HttpOptions) -> None:
         self.url = url

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weight_update.torch_private.modules import own_tensors, saves_its_tensors, walk
+from weight_update.torch_private.modules import own_tensors, saves_its_tensors
 from weight_update.weights.extract import merged_weights
 from weight_update.weights.families.convert import Converter
 from weight_update.weights.lora.dense import Dense
@@ -75,7 +75,7 @@ def known_adapted(module: nn.Module) -> KnownAdapted | None:
         return None
     owners = {
         id(tensor): Owned(module, key)
-        for module, key, tensor in own_tensors(module for _, module in walk(base))
+        for module, key, tensor in own_tensors(base.modules())
         if _shows_its_place(tensor)
     }
     convert = Converter(base, hold=False)  # no stack of experts is among those that are merged
@@ -84,7 +84,7 @@ def known_adapted(module: nn.Module) -> KnownAdapted | None:
     except _OutOfTheOrdinary:
         return None
     sent = Lasting(part for weight in weights for part in convert(weight))
-    layers = [part for _, part in walk(base) if is_tuner_layer(part)]
+    layers = [part for part in base.modules() if is_tuner_layer(part)]
     refs = tuple(weakref.ref(layer) for layer in layers)
     return KnownAdapted(weakref.ref(module), Marks.of(base), refs, _adapters(layers), sent)
 
