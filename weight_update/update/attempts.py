@@ -31,7 +31,7 @@ from weight_update.waiting import Deadline
 # With the waits of the roster before and after it, less than a failed update may take.
 _JUDGE_SECONDS = 0.8
 _PLANNING_SHARE = 0.5
-_BEFORE_PAUSE = ("plan", "connect")
+BEFORE_PAUSE = ("plan", "connect")
 # What an engine can do to an attempt; everything else would fail without it as well.
 _ENGINES_FAULT = (EngineRejected, EngineUnreachable, UpdateTimeout, WeightMismatchError)
 
@@ -224,7 +224,7 @@ class Attempts:
 
     def _go_on_without_culprits(self, error: WeightUpdateError, fleet: Fleet, run: Run) -> None:
         """Leaves out the engines that failed, or raises if too few would be left."""
-        if run.watch.phase in _BEFORE_PAUSE:
+        if run.watch.phase in BEFORE_PAUSE:
             # Nobody is judged while it answers: one that fails ends a step for all.
             wait(fleet.calls(), timeout=run.deadline.at_most(_JUDGE_SECONDS).remaining())
         self._note_the_dead(run)
@@ -239,7 +239,7 @@ class Attempts:
             self._leave_out(member, member.detail or error.message, run)
 
     def _note_the_dead(self, run: Run) -> None:
-        if run.watch.phase in _BEFORE_PAUSE:
+        if run.watch.phase in BEFORE_PAUSE:
             self._roster.note_the_dead()
 
     def _leave_out(self, member: Member, why: str, run: Run) -> None:

@@ -13,7 +13,7 @@ import torch
 from weight_update.errors import EngineRejected, UpdateTimeout, WeightUpdateError, wrapped
 from weight_update.options import UpdateOptions, Way, check_quorum
 from weight_update.report import EngineOutcome, EngineState, Route, UpdateReport
-from weight_update.update.attempts import Attempts
+from weight_update.update.attempts import BEFORE_PAUSE, Attempts
 from weight_update.update.connect import leave
 from weight_update.update.fleet import Attempt, Fleet, Member
 from weight_update.update.planning import Payload
@@ -298,7 +298,7 @@ class Updater:
         except Exception as error:  # noqa: BLE001 - re-raised with its report
             phase = run.watch.phase
             failure = wrapped(error, phase)
-            if phase in ("plan", "connect"):
+            if phase in BEFORE_PAUSE:
                 self.roster.note_the_dead()
             if failure.phase == "configure":
                 failure.phase = phase
