@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from weight_update.engines.vllm.engine import VLLMEngine
 from weight_update.engines.vllm.session import Bracket, VLLMSession
 from weight_update.errors import ConfigurationError, EngineRejected, UpdateTimeout
 from weight_update.options import HttpOptions
-from weight_update.waiting import Deadline
+from weight_update.waiting import Deadline, spawn
 from weight_update.weights.buckets import Bucket
 from weight_update.weights.cargo import Cargo
 from weight_update.weights.extract import extract_weights
@@ -24,6 +25,7 @@ ACTIVE = "start_weight_update called while a weight update is already active."
 START, FINISH = "/start_weight_update", "/finish_weight_update"
 INIT, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
 RPC, UPDATE = "/collective_rpc", "/update_weights"
+LABEL = "/weight_info"
 ID = bytes(range(128))
 
 
@@ -296,6 +298,22 @@ def test_a_group_that_is_not_theirs_any_more_is_not_dropped(vllm) -> None:
     assert not served.stub.asked
     engine.leave("g", soon())
     assert posts(served.stub) == [LEAVE]
+
+
+def test_who_leaves_a_group_late_does_not_drop_the_one_that_is_joined_meanwhile(vllm) -> None:
+    served = vllm()
+    engine = served.engine()
+    served.joined(engine, "gloo")
+    served.stub.asked.clear()
+    served.stub.answers[LABEL] = served.answer(body={"weight_version": "1"}, delay=0.3)
+
+    leaving = spawn(engine.leave, "g", soon())
+    while not served.stub.asked:
+        time.sleep(0.01)
+    served.joined(engine, "gloo")
+    leaving.result()
+
+    assert posts(served.stub)[-1] == INIT
 
 
 @pytest.mark.parametrize(

@@ -208,11 +208,11 @@ def options_of(delivery: Delivery, **changed: Any) -> Iterator[None]:
     """Gives a delivery other options for one update."""
     updater = delivery._updater
     options = updater.options
-    updater.options = replace(options, **changed)
+    updater.options = updater._attempts._options = replace(options, **changed)
     try:
         yield
     finally:
-        updater.options = options
+        updater.options = updater._attempts._options = options
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)

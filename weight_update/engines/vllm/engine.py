@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,8 @@ class VLLMEngine(VLLMControls):
         self._bracket = Bracket(self._client)
         self._instance: str | None = None
         self._group_name = ""
+        # Workers have one group: who leaves late must not drop the next one.
+        self._membership = threading.Lock()
         self._seen: str | None = None  # the label that was seen last
         self._ours: str | None = None  # the label when the group was surely ours
 
@@ -269,16 +272,18 @@ class VLLMEngine(VLLMControls):
         else:
             place = {"master_address": address, "master_port": port, "group_name": group_name}
             place["packed"] = self._packed
-        self._drop_group(deadline)
-        self._group_name, self._ours = group_name, self._seen
+        with self._membership:
+            self._drop_group(deadline)
+            self._group_name, self._ours = group_name, self._seen
         self._client.init_transfer({**ranks, **place}, deadline)
 
     def leave(self, group_name: str, deadline: Deadline) -> None:
         """Has the workers drop a group, if it is theirs; older releases drop it for the next."""
-        if group_name != self._group_name or not self.capabilities.leaves:
-            return
-        if not self._is_anothers(self.label(deadline)):
-            self._client.leave_transfer(deadline)
+        with self._membership:
+            if group_name != self._group_name or not self.capabilities.leaves:
+                return
+            if not self._is_anothers(self.label(deadline)):
+                self._client.leave_transfer(deadline)
 
     def pause(self, mode: PauseMode, deadline: Deadline, *, again: bool) -> None:
         """Pauses generation.
