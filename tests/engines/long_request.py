@@ -61,6 +61,11 @@ class LongRequest:
         """The tokens so far."""
         return list(self._last.get("output_ids", ()))
 
+    @property
+    def made_all(self) -> bool:
+        """Whether it ended because it had all the tokens that it wanted."""
+        return len(self.tokens) >= self._wanted
+
     def wait_for(self, more: int) -> None:
         """Wait until it has made ``more`` tokens from now on."""
         goal = len(self.tokens) + more
