@@ -66,6 +66,7 @@ def test_update_after_update_arrives_and_only_the_newest_folder_stays(
             assert report.verification == "sample"
             assert folders_of(tmp_path) == [shown(server)]
     assert list(tmp_path.iterdir()) == []
+    assert server.generate(PROMPT, COUNT) == expected(SEED_B)  # without the folder that it shows
 
 
 def test_what_the_server_shows_is_a_checkpoint_that_it_can_load_again(

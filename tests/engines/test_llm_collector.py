@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from tests.collectors import llm_kit
 from weight_update import SGLangWeightSyncScheme, get_model_metadata
 from weight_update.collectors.sglang_wrapper import SGLangWrapper
+from weight_update.errors import EngineRejected
 from weight_update.waiting import spawn
 
+from .conftest import require
 from .long_request import caught, wait_until
-from .models import SEED_A, SEED_B, shortfall, tiny_llama, tiny_tokenizer
-from .sglang_server import SGLangServer
+from .models import SEED_A, SEED_B, TinyModels, shortfall, tiny_llama, tiny_tokenizer
+from .sglang_server import RELEASE, SGLangServer, engine_of
 
+KEY = "a-key-that-nobody-may-read"
 LONG = 400
 NEAR_TIE = 1e-3
 SECONDS = 240.0
@@ -94,6 +98,27 @@ def test_the_order_of_the_grpo_program_works_on_a_real_server(
     sender.shutdown()
     assert batch["weight_versions", "last"].unique().tolist() == [int(sglang_at_a.label())]
     assert all(is_made_by(sample, SEED_B) for sample in batch.unbind(0))
+
+
+@pytest.fixture
+def keyed(tiny_models: TinyModels, tmp_path: Path) -> Iterator[SGLangServer]:
+    """A server that answers nobody without a key."""
+    require(engine_of(RELEASE))
+    with SGLangServer(tiny_models.a, tmp_path / "server.log", ("--api-key", KEY)) as server:
+        yield server
+
+
+def test_a_server_that_wants_a_key_is_updated_and_sampled_from(keyed: SGLangServer) -> None:
+    with scheme_of(keyed, api_key=KEY).create_sender() as sender:
+        report = sender.update_weights(tiny_llama(SEED_B))
+
+    samples = greedy_policy(keyed, api_key=KEY)(llm_kit.asked())
+
+    assert all(is_made_by(sample, SEED_B) for sample in samples.unbind(0))
+    assert samples["weight_versions", "last"].unique().tolist() == [report.version]
+    with pytest.raises(EngineRejected, match="401") as caught:
+        greedy_policy(keyed, api_key="another")
+    assert "another" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("pause_mode", "on_abort"), [("retract", "retry"), ("abort", "continue")])
