@@ -40,7 +40,7 @@ demo: $(READY) $(if $(filter sglang,$(ENGINE)),engines)
 	$(BIN)/weight-update demo --engine $(ENGINE)
 
 test: $(READY)
-	$(BIN)/python scripts/tests.py
+	$(BIN)/python -m pytest
 
 test-torchrl: $(READY)
 	PYTHON=$(BIN)/python bash scripts/torchrl/install.sh $(TORCHRL)

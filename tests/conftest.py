@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,14 @@ with suppress(ImportError):  # not every folder needs it
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
 
+ENGINES = Path(__file__).parent / "engines"
+
 _engines_subprocess = launcher.subprocess = EnginesSubprocess()  # type: ignore[assignment]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real engines come last: beside tests that judge seconds they would take what is counted."""
+    items.sort(key=lambda item: ENGINES in item.path.parents)
 
 
 def pytest_collection_finish() -> None:

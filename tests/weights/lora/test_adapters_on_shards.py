@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def compare(rank: int, store: str) -> None:
             assert torch.equal(sent[name], value), (kind, name)
         after = [p.to_local() for p in model.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), kind
-    distributed.destroy_process_group()
+    # A gloo thread may let go of its last tensor after Python's end and would abort the process
+    # (pytorch issue 190489); FSDP's caches keep such threads beyond destroy_process_group().
+    os._exit(0)
 
 
 @pytest.mark.timeout(120)

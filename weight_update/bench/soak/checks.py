@@ -107,7 +107,12 @@ def _is_paused(engine: ReferenceEngine, wanted: bool | None) -> bool:
 
 
 def lies_in(
-    report: UpdateReport, seen: Mapping[str, Seen], before: Mapping[str, Seen], pushed: int
+    report: UpdateReport,
+    seen: Mapping[str, Seen],
+    before: Mapping[str, Seen],
+    pushed: int,
+    *,
+    busy: bool = False,
 ) -> Iterator[str]:
     """What a report says of engines that is not so.
 
@@ -116,8 +121,11 @@ def lies_in(
         seen: What the engines are after it.
         before: What they were before it.
         pushed: Which model it was to bring.
+        busy: Whether an engine that answers now may have been too slow to answer then.
     """
     for url, outcome in report.engines.items():
+        if busy and outcome.state is EngineState.UNREACHABLE:
+            continue
         for text in _lies_of(outcome, seen[url], before[url], pushed):
             yield f"{outcome}, but {text}"
 
