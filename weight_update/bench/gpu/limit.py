@@ -7,19 +7,18 @@ measured has none. ``python -m weight_update.bench.gpu.limit`` is started by :cl
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from weight_update.bench.bare import BareBroadcasts
+from weight_update.bench.gpu.line_process import LineProcess
 
+_START_SECONDS = 180.0
+_BROADCAST_SECONDS = 120.0
 _END_SECONDS = 30.0
 
 
@@ -37,17 +36,7 @@ class HugeBroadcast:
     """
 
     def __init__(self, nbytes: int, devices: Sequence[str]) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="weight-update-bench-")
-        self._log = Path(self._home.name) / "broadcasts.log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "weight_update.bench.gpu.limit"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                text=True,
-            )
+        self._process = LineProcess("weight_update.bench.gpu.limit", "the bare broadcasts")
         self._job = {"nbytes": nbytes, "devices": list(devices)}
 
     def __enter__(self) -> Self:
@@ -57,9 +46,9 @@ class HugeBroadcast:
             RuntimeError: They did not come; the text has what they said.
         """
         try:
-            self._ask(self._job)
+            self._process.ask(self._job, _START_SECONDS)
         except BaseException:
-            self._end(patience=0.0)
+            self._process.kill()
             raise
         return self
 
@@ -67,22 +56,9 @@ class HugeBroadcast:
         """Seconds of one broadcast.
 
         Raises:
-            RuntimeError: A process ended; the text has what it said.
+            RuntimeError: A process ended or hangs; the text has what it said.
         """
-        return float(self._ask("again"))
-
-    def _ask(self, what: Any) -> Any:
-        sending, answers = self._process.stdin, self._process.stdout
-        if sending is None or answers is None:
-            raise RuntimeError("the bare broadcasts were not started")
-        with suppress(BrokenPipeError):  # what it said is read below
-            sending.write(json.dumps(what) + "\n")
-            sending.flush()
-        for line in answers:
-            if line.startswith("{"):  # native libraries print there too
-                return json.loads(line)["seconds"]
-        said = self._log.read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"the bare broadcasts ended: {said}")
+        return float(self._process.ask({}, _BROADCAST_SECONDS)["seconds"])
 
     def __exit__(
         self,
@@ -91,18 +67,8 @@ class HugeBroadcast:
         trace: TracebackType | None,
     ) -> None:
         """Ends both."""
-        self._end(patience=_END_SECONDS if kind is None else 0.0)
-
-    def _end(self, patience: float) -> None:
-        with suppress(BrokenPipeError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        try:
-            self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._home.cleanup()
+        self._process.end(_END_SECONDS if kind is None else 0.0)
+        self._process.kill()
 
 
 def main() -> None:
