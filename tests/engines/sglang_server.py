@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from .engine_server import LAUNCHERS, EngineServer, engine_python
 from .models import SEED_A, SEED_B, TinyModels, save_tiny_model
 
 RELEASE = "0.5.23"  # the one that most tests run on
+IDLE_TIMEOUT = 60.0
 
 _REWRITE = """
 import sys
@@ -66,7 +68,18 @@ class SGLangServer(EngineServer):
 
     def load(self, model_dir: Path) -> None:
         """Make the server serve another checkpoint of the same architecture, read from disk."""
+        # A request still runs for a moment after its answer. Loading would be refused then, and
+        # 0.5.15 ends.
+        self.wait_until_idle()
         self.post("update_weights_from_disk", {"model_path": str(model_dir)})
+
+    def wait_until_idle(self) -> None:
+        """Wait until no request runs: only then can the cache be flushed."""
+        end = time.monotonic() + IDLE_TIMEOUT
+        while self.status("POST", "flush_cache") != 200:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.engine} is not idle\n{self.log_tail()}")
+            time.sleep(0.02)
 
     def label(self) -> str:
         """The version label that the server shows."""
