@@ -124,7 +124,7 @@ def lies_in(
         busy: Whether an engine that answers now may have been too slow to answer then.
     """
     for url, outcome in report.engines.items():
-        if busy and outcome.state is EngineState.UNREACHABLE:
+        if busy and outcome.state is EngineState.UNREACHABLE and "no answer" in outcome.detail:
             continue
         for text in _lies_of(outcome, seen[url], before[url], pushed):
             yield f"{outcome}, but {text}"

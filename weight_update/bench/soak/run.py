@@ -46,6 +46,7 @@ from weight_update.reference_engine import ReferenceEngine
 _BUCKET_BYTES = 40_000  # several buckets of the tiny model
 _START_SECONDS = 300.0
 _OVERRUN_SECONDS = 2.0
+_BUSY_OVERRUN_SECONDS = 60.0
 _SHUTDOWN_SECONDS = 5.0
 _ASYNC_SHARE = 0.2
 _FUTURE_SECONDS = 60.0
@@ -67,8 +68,8 @@ class SoakJob:
         faults: The chance that something goes wrong around an update.
         seed: What makes the choices repeat; when they strike is up to the machine.
         timeout: Deadline of each update, in seconds.
-        busy: Whether the machine does other work, too: then an update may return late, and an
-            engine be too slow to be told from a lost one.
+        busy: Whether the machine does other work, too: then an update may return a minute late,
+            and an engine may be too slow to answer while it is settled.
         sample_every: How many updates lie between two looks at memory, threads and descriptors.
     """
 
@@ -376,7 +377,8 @@ class _Soak:
             return error.report, error
 
     def _late(self, elapsed: float) -> Iterator[str]:
-        if elapsed > self._job.timeout + _OVERRUN_SECONDS and not self._job.busy:
+        overrun = _BUSY_OVERRUN_SECONDS if self._job.busy else _OVERRUN_SECONDS
+        if elapsed > self._job.timeout + overrun:
             yield f"returned after {elapsed:.2f} s of {self._job.timeout} s"
 
     def _changed(self, weights: dict[str, str]) -> Iterator[str]:
