@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import requests
 
 from weight_update.waiting import spawn
+
+from .models import CONTEXT
 
 SECONDS = 120.0
 _numbers = count()
@@ -25,29 +27,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-T = TypeVar("T")
-
-
-def caught(attempt: Callable[[], T], *, missed: Callable[[T], bool]) -> T:
-    """The outcome of an attempt whose requests were still in flight when its update came.
-
-    On a busy machine a server may finish thousands of tokens before a starved trainer pauses it,
-    which shows nothing: such an attempt is made again.
-    """
-    for _ in range(4):
-        outcome = attempt()
-        if not missed(outcome):
-            break
-    return outcome
-
-
 class LongRequest:
     """A greedy request whose tokens are seen as the server makes them.
 
-    It is longer than any test needs (1,900 tokens take seconds); :meth:`cut` ends it sooner.
+    It takes all that fits, which outlasts any update: on a busy machine a server may make
+    thousands of tokens before a starved trainer pauses it. :meth:`cut` ends it.
     """
 
-    def __init__(self, url: str, prompt: list[int], tokens: int = 1900) -> None:
+    def __init__(self, url: str, prompt: list[int], tokens: int = CONTEXT - 200) -> None:
         self.prompt = prompt
         self._url = url
         self._rid = f"long-{next(_numbers)}"
@@ -60,11 +47,6 @@ class LongRequest:
     def tokens(self) -> list[int]:
         """The tokens so far."""
         return list(self._last.get("output_ids", ()))
-
-    @property
-    def made_all(self) -> bool:
-        """Whether it ended because it had all the tokens that it wanted."""
-        return len(self.tokens) >= self._wanted
 
     def wait_for(self, more: int) -> None:
         """Wait until it has made ``more`` tokens from now on."""

@@ -22,6 +22,7 @@ from transformers import (
 Family = Literal["llama", "qwen2"]
 
 VOCAB_SIZE = 256
+CONTEXT = 8192
 SEED_A = 1
 SEED_B = 2
 
@@ -32,7 +33,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": CONTEXT,
     # Wide enough that the greedy path differs between seeds and has few near-ties.
     "initializer_range": 0.2,
 }

@@ -134,7 +134,7 @@ class Player:
             "reason": meta["finish_reason"],
             "retractions": meta.get("num_retractions", MISSING),
         }
-        if fate["reason"].get("message") == "Abort in waiting queue":
+        if not step.spans or fate["reason"].get("message") == "Abort in waiting queue":
             return fate
         if "weight_versions" not in meta:
             return {**fate, "version": meta["weight_version"]}

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .models import CONTEXT
+
 GROUP = "{group}"  # the name of the group that both ends of an engine are in
 OTHER = "{other}"  # a second one
 PORT = "{port}"  # where the first one met
@@ -88,11 +90,13 @@ class Grow:
 class Finish:
     """The end of a started request: why it ended, under which versions, on whose weights.
 
-    With ``cut`` it is aborted now, unless it has ended.
+    With ``cut`` it is aborted now, unless it has ended. Without ``spans`` its versions are left
+    out: an abort that comes with a new label may be a token late.
     """
 
     name: str = "long"
     cut: bool = True
+    spans: bool = True
     differs: str = ""
 
 
@@ -377,7 +381,7 @@ GENERATION = (
         "as many tokens as fit",
         (
             generate(
-                greedy(input_ids=[5] * 2040, sampling_params={"max_new_tokens": None}),
+                greedy(input_ids=[5] * (CONTEXT - 8), sampling_params={"max_new_tokens": None}),
                 "meta_info.finish_reason",
                 "meta_info.completion_tokens",
             ),
@@ -398,8 +402,8 @@ GENERATION = (
         "prompts that do not fit",
         (
             generate(greedy(input_ids=[]), says=REFUSED),
-            generate(greedy(input_ids=[5] * 2048), says=REFUSED),
-            generate(greedy(input_ids=[5] * 2047), says=REFUSED),
+            generate(greedy(input_ids=[5] * CONTEXT), says=REFUSED),
+            generate(greedy(input_ids=[5] * (CONTEXT - 1)), says=REFUSED),
             generate(greedy(input_ids=None), says=REFUSED),
             generate(greedy(input_ids="5")),
             generate(greedy(input_ids=["5"])),
@@ -1017,7 +1021,12 @@ VERSIONS = (
     ),
     Case(
         "it aborts by default",
-        (Start(), post("/update_weight_version", {"new_version": "5"}), Finish(cut=False), LABEL),
+        (
+            Start(),
+            post("/update_weight_version", {"new_version": "5"}),
+            Finish(cut=False, spans=False),
+            LABEL,
+        ),
     ),
     Case(
         "while paused",

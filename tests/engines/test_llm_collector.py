@@ -20,12 +20,13 @@ from weight_update.errors import EngineRejected
 from weight_update.waiting import spawn
 
 from .conftest import require
-from .long_request import caught, wait_until
+from .long_request import wait_until
 from .models import SEED_A, SEED_B, TinyModels, shortfall, tiny_llama, tiny_tokenizer
 from .sglang_server import RELEASE, SGLangServer, engine_of
 
 KEY = "a-key-that-nobody-may-read"
-LONG = 400
+LONG = 1500  # tokens that take seconds
+ATTEMPTS = 4  # on a busy machine a server may make them all before a starved trainer pauses it
 NEAR_TIE = 1e-3
 SECONDS = 240.0
 
@@ -142,7 +143,10 @@ def test_each_token_is_the_choice_of_the_version_that_its_sample_names(
         def ended_before(batch: Any) -> bool:
             return bool((batch["weight_versions", "last"] != sender.version).any())
 
-        batch = caught(attempt, missed=ended_before)
+        for _ in range(ATTEMPTS):
+            batch = attempt()
+            if not ended_before(batch):
+                break
 
     assert not ended_before(batch)
     assert batch["weight_versions", "mixed"].all()

@@ -306,9 +306,8 @@ def _urls(members: Iterable[Member]) -> str:
 
 def _stamp(member: Member, attempt: Attempt, label: str, deadline: Deadline) -> None:
     """Stamps beside a look: who started anew before shows it; who does now, in the last look."""
-    stamping = hand_over(member.engine.stamp, label, deadline)
     looking = hand_over(_look_again, member, attempt, label, "stamp", deadline)
-    stamping.result()
+    member.engine.stamp(label, deadline)
     looking.result()
 
 

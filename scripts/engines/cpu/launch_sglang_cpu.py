@@ -23,7 +23,7 @@ CPU_ARGUMENTS = [
     *("--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
     *("--dtype", "float32"),
-    *("--max-total-tokens", "8192"),
+    *("--max-total-tokens", "32768"),
     *("--max-running-requests", "16"),
     "--disable-overlap-schedule",
     "--sleep-on-idle",  # an idle scheduler takes a whole core otherwise

@@ -17,7 +17,7 @@ from die_with_stdin import die_with_stdin
 CPU_ARGUMENTS = [
     *("--host", "127.0.0.1"),
     *("--dtype", "float32"),
-    *("--max-model-len", "2048"),
+    *("--max-model-len", "8192"),
     *("--max-num-seqs", "16"),
     "--enforce-eager",
 ]
