@@ -149,7 +149,10 @@ def several(
     with pytest.MonkeyPatch.context() as patch:
         # It wants a NUMA node each, or to be told which cores to take.
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-        with SGLangServer(tiny_models.a, log, (request.param, "2")) as server:
+        # Each piece of an answer repeats all of it: one a token would keep the server from
+        # hearing the trainer.
+        arguments = (request.param, "2", "--stream-interval", "50")
+        with SGLangServer(tiny_models.a, log, arguments) as server:
             yield server
 
 
