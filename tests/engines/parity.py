@@ -134,14 +134,14 @@ class Player:
             "reason": meta["finish_reason"],
             "retractions": meta.get("num_retractions", MISSING),
         }
-        if not step.spans or fate["reason"].get("message") == "Abort in waiting queue":
+        if fate["reason"].get("message") == "Abort in waiting queue":
             return fate
         if "weight_versions" not in meta:
             return {**fate, "version": meta["weight_version"]}
         spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
         prompt = list(Start().prompt)
         made = [(v, self._maker(prompt + tokens[:i], tokens[i:j])) for v, i, j in spans]
-        return {**fate, "spans": made}
+        return {**fate, "spans": made[:1] if step.raced else made}
 
     def is_done(self, step: IsDone) -> Observation:
         """Whether the answer came; one that should have come may trail the engine's state."""

@@ -90,13 +90,13 @@ class Grow:
 class Finish:
     """The end of a started request: why it ended, under which versions, on whose weights.
 
-    With ``cut`` it is aborted now, unless it has ended. Without ``spans`` its versions are left
-    out: an abort that comes with a new label may be a token late.
+    With ``cut`` it is aborted now, unless it has ended. A ``raced`` one tells of its first
+    version alone: an abort that comes with a new label may be a token late.
     """
 
     name: str = "long"
     cut: bool = True
-    spans: bool = True
+    raced: bool = False
     differs: str = ""
 
 
@@ -1024,7 +1024,7 @@ VERSIONS = (
         (
             Start(),
             post("/update_weight_version", {"new_version": "5"}),
-            Finish(cut=False, spans=False),
+            Finish(cut=False, raced=True),
             LABEL,
         ),
     ),
